@@ -21,10 +21,10 @@ try: $(TRY)/.installed
 	$(TRY)/bin/python examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated
 	@echo
 	@echo "Go on:  . $(TRY)/bin/activate"
-		@echo "        # Measure both models on text that they were not trained on, about a minute:"
-	@echo "        gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout --tokens 20000 --recall"
-	@echo "        # Convert with the best method, about two minutes; docs/quickstart.md goes on from there:"
+	@echo "        # Convert with the best method; docs/quickstart.md goes on from there:"
 	@echo "        gqa-convert --kv-heads 2 --method refined examples/stdlib-mha"
+	@echo "        # Or measure both models on text that they were not trained on:"
+	@echo "        gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout --tokens 20000 --recall"
 
 install: $(VENV)/.installed
 

@@ -81,6 +81,17 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
         return _from_hub(model, revision, headers_only)
 
 
+def require_model(model: str, revision: str | None = None) -> None:
+    """Raise what `open_model` raises for a name that is neither a path nor a hub id that can be
+    found. Of a hub id only config.json is fetched.
+    """
+    if os.path.lexists(model):
+        return
+    _check_hub_id(model)
+    with quiet("huggingface_hub"):
+        _fetch(model, revision, "config.json")
+
+
 def fetch_weights(checkpoint: Checkpoint) -> None:
     """Fetch the weights of a hub id that was opened with `headers_only`.
 

@@ -316,13 +316,24 @@ def _unlisted_files(directory: Path, records: str) -> Iterator[str]:
             yield name
 
 
+def free_space(out: Path) -> int:
+    """Bytes that are free where `out` will be."""
+    return shutil.disk_usage(_existing_parent(out)).free
+
+
+def _existing_parent(out: Path) -> Path:
+    """The directory, of those above `out`, that is there; of the root the root."""
+    absolute = out.absolute()
+    return next((path for path in absolute.parents if path.is_dir()), absolute)
+
+
 def require_space(needed: int, out: Path, what: str = "the result takes") -> None:
     """Raise OutputError unless that many bytes fit where `out` will be.
 
     what: What needs them, with its verb.
     """
-    existing_parent = next(path for path in out.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(existing_parent).free
+    existing_parent = _existing_parent(out)
+    free = free_space(out)
     if free < needed:
         raise OutputError(
             f"no space left: {what} {needed:,} bytes, but only {free:,} are free at "

@@ -174,12 +174,15 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Print the plan, and time and memory of every method that the model allows.
+    """Print the plan, where its result would go, and time and memory of every method that the model
+    allows.
 
     Returns time and memory, JSON-ready.
     """
+    from gqa.checkpoint.output_directory import free_space
     from gqa.convert.api import open_output
     from gqa.convert.estimate import duration, estimate
+    from gqa.convert.output import output_of
     from gqa.convert.summary import plan_lines, size
 
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
@@ -189,12 +192,16 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
         open_output(options, plan)
     except (RefusedError, OutputError) as error:
         warnings.append(str(error))
+    out = output_of(options, plan)
+    _say(f"output      {out}: {size(plan.total_bytes)}; {size(free_space(out))} free", options)
 
     costs = {}
     for method in plan.available_methods:
         device = options.maps.device
         seconds, memory = estimate(plan, method, options.maps)
         cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
+        if method == plan.merge_method:
+            cost += "  <- this plan"
         _say(f"estimate    {method.name:12}{cost}", options)
         costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
         if method == plan.merge_method:

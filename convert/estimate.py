@@ -38,8 +38,8 @@ def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, i
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `3 minutes`, `5 hours`."""
-    for unit, length in (("hours", 3600), ("minutes", 60)):
+    """`40 s`, `3 minutes`, `5 hours`, `14 days`; two of a unit at least, except of seconds."""
+    for unit, length in (("days", 24 * 3600), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(math.ceil(seconds / 5) * 5, 5)} s"

@@ -36,7 +36,11 @@ from gqa.corpus.specs import is_self, parse_self
 class ConvertOptions(Options):
     """See `gqa-convert --help`."""
 
-    model: str = option(MISSING, argument="MODEL")
+    model: str = option(
+        MISSING,
+        argument="MODEL",
+        missing="pass the model: a directory with config.json, or a hub id",
+    )
 
     kv_heads: int | tuple[int, ...] | None = option(
         None,

@@ -296,7 +296,7 @@ def option(
         short: `-o`.
         alias: Another name, `--groups`.
         argument: The metavar of an argument of the command, which is no option.
-        missing: What an error says if the option must be given and is not.
+        missing: What an error says if the option or argument must be given and is not.
         free: May differ between a run and its continuation.
         needs: It means nothing unless one of these other options is given (`check_needs`, which the
             command has to call).
@@ -473,12 +473,31 @@ class _GroupedOption(click.Option):
         self._missing = missing
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        try:
+        with _said_if_missing(self._missing, ctx):
             return super().process_value(ctx, value)
-        except click.MissingParameter as error:
-            if not self._missing:
-                raise
-            raise click.UsageError(self._missing, ctx) from error
+
+
+class _Argument(click.Argument):
+    """An argument whose absence is an error in the words of its dataclass."""
+
+    def __init__(self, names: Sequence[str], *, missing: str = "", **arguments: Any) -> None:
+        super().__init__(names, **arguments)
+        self._missing = missing
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        with _said_if_missing(self._missing, ctx):
+            return super().process_value(ctx, value)
+
+
+@contextmanager
+def _said_if_missing(message: str, ctx: click.Context) -> Iterator[None]:
+    """Errors for a parameter that must be given and is not have this message, if there is one."""
+    try:
+        yield
+    except click.MissingParameter as error:
+        if not message:
+            raise
+        raise click.UsageError(message, ctx) from error
 
 
 _UNBROKEN_HYPHEN = "\u2011"  # at which no line is broken
@@ -546,8 +565,13 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     required = one.default is MISSING
     if metadata["argument"]:
         nargs = -1 if several else 1
-        return click.Argument(
-            [name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"]
+        return _Argument(
+            [name],
+            type=Text(),
+            nargs=nargs,
+            required=required,
+            missing=metadata["missing"],
+            metavar=metadata["argument"],
         )
 
     group = metadata["group"]

@@ -16,11 +16,12 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gqa.core.errors import CorpusError, RefusedError, explain, listing
+from gqa.core.errors import CorpusError, RefusedError, explain, listing, one_line
 from gqa.corpus.cache import cache_errors, datasets_cache
 
 COMPRESSED = (".gz", ".zst")
 _PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
+_SHOWN = 60  # characters of a line that is not JSON
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 
 Row = dict[str, Any]
@@ -268,13 +269,26 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
             return
 
         if first.lstrip().startswith(b"[") or not _is_json(first):
-            whole = _parse(first + stream.read(), str(path))
+            try:
+                whole = _parse(first + stream.read(), str(path))
+            except CorpusError:
+                if not first.lstrip().startswith(b"[") and _has_lines(path):
+                    _parse_line(first, start, path)  # its error names the line
+                raise
             yield from enumerate(_rows_of_value(whole), 1)
             return
 
         for number, line in chain([(start, first)], lines):
             if line.strip():
-                yield number, _parse(line, f"line {number} of {path}")
+                yield number, _parse_line(line, number, path)
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a JSON file has the name of JSON Lines."""
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return not name.endswith(".json")
 
 
 def _without_mark(line: bytes) -> bytes:
@@ -293,15 +307,34 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
+def _parse_line(line: bytes, number: int, path: Path) -> Any:
+    """The value of a line of JSON Lines."""
+    where = f"line {number} of {path}"
+    try:
+        return json.loads(line.decode(), strict=False)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except RecursionError as error:
+        raise _broken_json(where, error) from error
+    except ValueError as error:
+        shown = one_line(line.decode().strip(), _SHOWN)
+        raise CorpusError(
+            f"{where} is not JSON ('{shown}'); repair it, or pass other text"
+        ) from error
+
+
 def _parse(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode(), strict=False)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from error
     except (ValueError, RecursionError) as error:
-        raise CorpusError(
-            f"{where} cannot be read: {explain(error)}; repair it, or pass other text"
-        ) from error
+        raise _broken_json(where, error) from error
+
+
+def _broken_json(where: str, error: Exception) -> CorpusError:
+    """The error for JSON that cannot be parsed; its position is counted from `where`."""
+    return CorpusError(f"{where} cannot be read: {explain(error)}; repair it, or pass other text")
 
 
 def _rows_of_value(value: Any) -> Iterable[Any]:

@@ -240,7 +240,12 @@ class Comparison:
     def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> Record:
         """Metrics of a model; of a converted model also those that compare with the base model."""
         scores = self._score(
-            subject, head, text.windows, arrays=arrays_read(), baseline=self.baseline_head
+            subject,
+            head,
+            text.windows,
+            "perplexity",
+            arrays=arrays_read(),
+            baseline=self.baseline_head,
         )
         quality = {"quality": measure_text(scores, text, compares=False)}
         if subject is self._baseline:
@@ -270,7 +275,7 @@ class Comparison:
         windows = list[Window]()
         for question in self.questions:
             windows += question.windows
-        scores = self._score(subject, head, [*windows, *self._texts], arrays=["hits"])
+        scores = self._score(subject, head, [*windows, *self._texts], "recall", arrays=["hits"])
         answered = sum(window.scored for window in windows)
         return {
             "recall": recall.summarize(self.questions, scores["hits"][:answered]),
@@ -283,14 +288,15 @@ class Comparison:
         subject: Subject,
         head: ChunkedHead,
         windows: Sequence[Window],
+        measure: str,
         arrays: Collection[str],
         baseline: ChunkedHead | None = None,
     ) -> Scores:
-        """`score`, with a progress bar."""
+        """`score`, with a progress bar that names the model and the measure."""
         state = ranks()
         tokens_of_rank = sum(window.scored for window in windows) // state.num_processes
         with Watcher(self._options.quiet or not state.is_main_process) as watcher:
-            watcher.stage(subject.name, tokens_of_rank)
+            watcher.stage(f"{subject.name}, {measure}", tokens_of_rank)
             return score(
                 head,
                 windows,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import click
 
+from gqa.checkpoint.hub import require_model
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError, alternatives
 from gqa.core.options import (
@@ -185,6 +186,8 @@ class EvaluateOptions(Options):
         # Options that need others say which: that is more than that there is nothing to measure
         replace(self, recall=self.measures_recall).check_needs()
         if not any((self.data, self.recall, self.decode, self.memory)):
+            for model in self.models:  # a name that is mistyped matters more
+                require_model(model, self.revision)
             raise RefusedError(
                 "there is nothing to measure; pass text with --data, or pass --recall, --decode "
                 "or --memory"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done.expect(3)
     assert done.out.count("\n") == 1
     assert re.match(
-        r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ",
+        r"estimate    about \d+ days on cpu; --method aligned reads only the weights and takes ",
         done.out,
     )
     assert "; --data takes less, because nothing is sampled\n" in done.err
@@ -133,7 +134,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
         "of memory; cpu has 1.0 MiB\n"
     )
     done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
-    assert re.fullmatch(r"estimate    about \d+ hours on cpu\n", done.out)
+    assert re.fullmatch(r"estimate    about \d+ days on cpu\n", done.out)
 
 
 def test_an_output_that_is_there_is_refused_before_anything_is_estimated(tmp_path: Path) -> None:
@@ -195,6 +196,45 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(
         before["refined"]["seconds"] / 2, rel=0.01
     )
+
+
+def test_a_dry_run_says_where_the_result_goes_its_size_and_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(tmp_path / "m", shards=1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * 2**30))
+    words = ("-g", 2, "--method", "mean", "--dry-run", model)
+    total = plan_conversion(model, 2, method="mean").total_bytes
+    for place, more in ((f"{model}-gqa2-mean", ()), ("there/out", ("-o", "there/out"))):
+        planned = run(*words, *more).out
+        assert f"\noutput      {place}: {size(total)}; 3.0 GiB free\n" in planned
+
+
+def test_a_dry_run_says_the_free_space_of_an_output_that_it_refuses_too(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", shards=1)
+    for refused in (model, Path("/")):
+        planned = run("-g", 2, "--method", "mean", "--dry-run", model, "-o", refused)
+        planned.expect()
+        assert re.search(rf"\noutput      {refused}: .* free\n", planned.out)
+        assert planned.err.startswith("warning: ")
+
+
+@pytest.mark.parametrize("method", ["mean", "refined"])
+def test_a_dry_run_marks_the_method_of_the_plan_among_the_estimates(
+    tmp_path: Path, method: str
+) -> None:
+    model = llama(tmp_path / "m", shards=1)
+    planned = run("-g", 2, "--method", method, "--dry-run", model).out
+    (marked,) = (line for line in planned.splitlines() if line.endswith("  <- this plan"))
+    assert marked.startswith(f"estimate    {method} ")
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"), [(1.9, "114 minutes"), (47, "47 hours"), (48, "2 days"), (1272, "53 days")]
+)
+def test_long_times_are_in_days(hours: float, words: str) -> None:
+    assert estimate.duration(hours * 3600) == words
 
 
 def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -> None:

@@ -352,6 +352,16 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+@pytest.mark.parametrize("program", ["gqa-convert", "gqa-uptrain"])
+def test_without_a_model_the_error_says_what_a_model_is(program: str) -> None:
+    done = run(program=program)
+    done.expect(2)
+    assert done.err == (
+        f"{program}: pass the model: a directory with config.json, or a hub id; "
+        f"see {program} --help\n"
+    )
+
+
 class Terminal(io.StringIO):
     """stderr that says a person looks at it."""
 

@@ -22,11 +22,19 @@ import transformers
 from support.checkpoints import edit_json, edit_tensors, run
 from support.documents import lines
 from support.embedded import SOURCE, copy_source
-from support.evaluations import evaluate_models, model_directory, refused, results, words
+from support.evaluations import (
+    evaluate_models,
+    few_questions,
+    model_directory,
+    refused,
+    results,
+    words,
+)
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache, use_data_hub
 from support.training import Runs
 
+from gqa.core import console
 from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
 from gqa.eval import decode, evaluate, subjects
@@ -63,6 +71,23 @@ def test_the_tables() -> None:
         ["6.0", "1"],
         ["3.0", "0.5"],
         ["1.5", "0.25"],
+    ]
+
+
+def test_lines_of_progress_name_the_model_and_the_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_questions(monkeypatch)
+    # A line of the log for every batch
+    monkeypatch.setattr(console, "_LOG_SECONDS", 0.0)
+    line = "SRC G2 --data TEXT --recall --context 128 --tokens 200"
+    done = run(*words(line), program="gqa-eval")
+    done.expect()
+    stages = dict.fromkeys(re.findall(r"^(.*): \S+ of \S+ tokens, ", done.err, re.MULTILINE))
+    of_models = [stage for stage in stages if stage.partition(",")[0] in ("stdlib-mha", "gqa2")]
+    assert of_models == [
+        "stdlib-mha, recall",
+        "stdlib-mha, perplexity",
+        "gqa2, recall",
+        "gqa2, perplexity",
     ]
 
 
@@ -206,6 +231,7 @@ def test_hub_ids(
             "SRC G2",
             "nothing to measure; pass text with --data, or pass --recall, --decode or --memory",
         ),
+        ("SRC ./nothing", "./nothing; pass a directory with config.json, or a hub id"),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
         (
             "SRC --cache-bits 8",

@@ -47,7 +47,7 @@ WRONG_USAGE = {
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
-    "-g2": "Missing argument 'MODEL'",
+    "-g2": "pass the model: a directory with config.json, or a hub id; see gqa-convert --help",
     "-g2 m --method refine": "Did you mean refined?",
     "-g2 m/config.json": "config.json is not a directory; pass the one",
     "-g2 empty": "empty has no config.json; pass a checkpoint",

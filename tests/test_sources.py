@@ -209,18 +209,26 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(4):
         lines(Path("many", f"{number}.jsonl"), {"text": f"{number}"})
     Path("many/2.jsonl").write_text("{")
+    Path("first.jsonl").write_bytes(b'\nnot json\n{"text": "a"}\n')
+    Path("long.ndjson").write_bytes(b"x" * 1000)
+    Path("escape.jsonl").write_bytes(b"\x1b[2J\n")
+    Path("value.json").write_bytes(b'{\n"text":  oh}\n')
     Path("cut.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b\n')
     Path("latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
     pq.write_table(pa.table({"title": ["a"], "body": ["b"]}), "missing.parquet")
     wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
-        "cut.jsonl": f"line 3 of cut.jsonl{UNREADABLE}",
+        "cut.jsonl": 'line 3 of cut.jsonl is not JSON (\'{"text": "b\'); repair it, or pass other',
+        "first.jsonl": "line 2 of first.jsonl is not JSON ('not json'); repair it, or pass other",
+        "long.ndjson": f"line 1 of long.ndjson is not JSON ('{'x' * 40} ... {'x' * 20}'); repair",
+        "escape.jsonl": "line 1 of escape.jsonl is not JSON ('\\x1b[2J'); repair it",
+        "value.json": "value.json cannot be read: Expecting value: line 2 column 10 (char 11); ",
         "latin.jsonl": f"line 2 of latin.jsonl{NOT_UTF8}",
         "missing.parquet": "missing.parquet has no column 'text'; it has 'body', 'title'",
         "cut.parquet": "cut.parquet cannot be read: ",
         "ints.parquet": "ints.parquet: column 'text' has type int; "
         "pass a column of text with --field",
         "cut.arrow": "cut.arrow cannot be read: ",
-        "many": "many/2.jsonl cannot be read: ",
+        "many": "line 1 of many/2.jsonl is not JSON ('{'); ",
     }
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
 

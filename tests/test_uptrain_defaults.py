@@ -228,6 +228,11 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
         "converted." in done.out
     )
     assert "Try a lower --learning-rate (now 1)" in " ".join(done.out.split())
+    record = json.loads((tmp_path / "ruined" / "gqa_uptraining.json").read_text())
+    assert done.out.endswith(
+        f"\nnext        train on more tokens: the same command with --overwrite and --tokens "
+        f"{10 * record['tokens']} instead of --steps\n"
+    )
     files = sorted(path.name for path in converted.glob("*.safetensors"))
     assert files
     assert all(
@@ -241,6 +246,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
     assert losses["distillation_after"] < losses["distillation_before"]
     assert losses["best_step"] > 0
     assert "unchanged" not in done.out
+    assert "\nnext        measure it: " in done.out
     before, after = load(converted), load(tmp_path / "better")
     assert any(not before[name].equal(after[name]) for name in before)
 

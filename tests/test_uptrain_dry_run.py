@@ -46,6 +46,20 @@ def test_a_dry_run_writes_nothing(converted: Path) -> None:
     assert snapshot(converted.parent) == before
 
 
+def test_the_output_directory_is_printed_in_the_plan_and_at_the_start(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(converted.parent)
+    words = [converted.name, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    output_line = f"output      {converted.name}-uptrained"
+    assert line(uptrain(*words, "--dry-run").out, "output ") == output_line
+
+    done = uptrain(*words)
+    assert done.code == 0, done.err
+    at_the_start, _ = done.out.split("\nwritten ")
+    assert line(at_the_start, "output ") == output_line
+
+
 @pytest.mark.parametrize("scope", ["all", "attention", "kv", "lora"])
 def test_a_dry_run_counts_the_parameters_that_a_run_trains(converted: Path, scope: str) -> None:
     words = [converted, "--train", scope, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]

@@ -128,6 +128,7 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
 
     again = runs.finish(*runs.words(other, steps=STEPS, quiet=False), before=[train_nothing])
     assert f"continues   training is done, in {state}" in again.out
+    assert "\noutput      " in again.out
     assert weight_bytes(other) == weight_bytes(straight)
     assert metrics(other / "gqa_uptraining.jsonl") == metrics(straight / "gqa_uptraining.jsonl")
     record = json.loads((other / "gqa_uptraining.json").read_text())

@@ -1,4 +1,4 @@
-"""What a finished training advises: the command that measures its result."""
+"""What a finished training advises: the command that measures its result, or more tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any
 
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.convert.advice import evaluation_line
+from gqa.core.options import flag
 from gqa.uptrain.models import find_local_base
+from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Run
+from gqa.uptrain.state_files import TrainingProgress
+
+_MORE = 10  # times the tokens, after a training that did not help
 
 
-def next_line(run: Run) -> str:
-    """How to measure the result against its base model, with a command that runs as it is printed.
+def next_line(run: Run, progress: TrainingProgress) -> str:
+    """How to measure the result against its base model, with a command that runs as it is printed;
+    of a result that equals the model before training, how to train longer.
 
     Pairs of text are the user's own: of an encoder-decoder it says what gqa-eval needs.
     """
     options = run.options
+    if progress.is_unchanged:
+        return _more_tokens(options, progress)
     if run.config.is_encoder_decoder:
         return "measure it on pairs of text: see --data and --target-field of gqa-eval"
 
@@ -32,6 +40,16 @@ def next_line(run: Run) -> str:
 
     models = [_as_typed(baseline), _as_typed(str(options.output))]
     return f"measure it: {evaluation_line(models, run.config, further)}"
+
+
+def _more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
+    """How to train on more tokens; the length was given in one of three ways, or not at all."""
+    given = [flag(name) for name in ("alpha", "steps") if options.is_set(name)]
+    instead = f" instead of {given[0]}" if given else ""
+    return (
+        f"train on more tokens: the same command with --overwrite and --tokens "
+        f"{_MORE * progress.tokens}{instead}"
+    )
 
 
 def _baseline(run: Run) -> str:

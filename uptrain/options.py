@@ -73,7 +73,11 @@ class TrainOptions(Options):
     length, scope) and on the data (context, batch).
     """
 
-    model: str = option(MISSING, argument="MODEL")
+    model: str = option(
+        MISSING,
+        argument="MODEL",
+        missing="pass the model: a directory with config.json, or a hub id",
+    )
 
     output: Path | None = option(
         None,

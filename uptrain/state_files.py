@@ -57,6 +57,12 @@ class TrainingProgress:
     heldout_after: dict[str, float] | None = None
     loss: float | None = None
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether held-out text was measured and no step lowered its loss."""
+        is_measured = self.heldout_before and self.heldout_after
+        return bool(is_measured) and not self.best_step
+
     @classmethod
     def of(cls, record: dict[str, Any]) -> TrainingProgress:
         """The progress in the record of a state."""

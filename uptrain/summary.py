@@ -22,9 +22,11 @@ CROSS_ENTROPY = "cross-entropy"
 
 def plan_lines(run: Run) -> list[str]:
     """The plan of a run for people."""
+    output_line = f"output      {run.options.output}"
     if not isinstance(run, Setup):
         return [
-            f"continues   training is done, in {run.states.directory}: only the result is written"
+            f"continues   training is done, in {run.states.directory}: only the result is written",
+            output_line,
         ]
 
     setup = run
@@ -35,6 +37,7 @@ def plan_lines(run: Run) -> list[str]:
         _steps_line(setup),
         _optimizer_line(setup),
         heldout_text(setup),
+        output_line,
     ]
     overlap = setup.dataloader.overlap
     if overlap and overlap.documents:
@@ -83,6 +86,7 @@ def dry_run_lines(plan: DryRun) -> list[str]:
         activations = f"about {size(needs.activations)} of activations on top"
     lines += [
         f"memory      {size(needs.memory)} on a GPU ({listed}); {activations}",
+        f"output      {options.output}",
         f"disk        {size(needs.result)} for the result; {size(needs.state)} for a "
         "saved state, twice while the next one is saved",
         "dry run     no weights were read, and nothing was written",
@@ -182,7 +186,7 @@ def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
     return [
         *_heldout_lines(run, progress),
         f"written     {run.options.output}: verified, loads in transformers{code}",
-        f"next        {next_line(run)}",
+        f"next        {next_line(run, progress)}",
     ]
 
 
@@ -204,7 +208,7 @@ def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
             f"            {CROSS_ENTROPY} {before['nats']:.4f} -> {after['nats']:.4f} nats per "
             "token (not what the step is chosen by)"
         )
-    if not progress.best_step:
+    if progress.is_unchanged:
         lines.append(
             f"unchanged   no step lowered the {measure}: the weights are "
             f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
