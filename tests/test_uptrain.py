@@ -72,6 +72,7 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "steps",
         "optimizer",
         "held out",
+        "output",
         "held out",
         "written",
         "next",

@@ -208,7 +208,8 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     out = tmp_path / "out"
     done = runs.run(*runs.words(out, **options))
     done.expect(1, err_lines=1)
-    assert "b.jsonl cannot be read: " in done.err
+    assert "line 2 of " in done.err
+    assert "b.jsonl is not JSON (" in done.err
     assert (
         f"steps before it are not lost: they are saved in {out}-state, and the same command "
         "continues" in done.err
