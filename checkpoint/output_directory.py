@@ -322,7 +322,7 @@ def free_space(out: Path) -> int:
 
 
 def _existing_parent(out: Path) -> Path:
-    """The directory, of those above `out`, that is there; of the root the root."""
+    """The nearest directory above `out` that exists; the root of a file system for itself."""
     absolute = out.absolute()
     return next((path for path in absolute.parents if path.is_dir()), absolute)
 
@@ -332,10 +332,9 @@ def require_space(needed: int, out: Path, what: str = "the result takes") -> Non
 
     what: What needs them, with its verb.
     """
-    existing_parent = _existing_parent(out)
     free = free_space(out)
     if free < needed:
         raise OutputError(
             f"no space left: {what} {needed:,} bytes, but only {free:,} are free at "
-            f"{existing_parent}; free some space, or choose another directory with -o"
+            f"{_existing_parent(out)}; free some space, or choose another directory with -o"
         )

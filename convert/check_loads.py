@@ -55,9 +55,8 @@ def check_loads(
             f"{explain(error)}; correct it"
         ) from error
 
-    missing = set(info["missing_keys"])
-    if checkpoint.packed:  # packed tensors were left out
-        missing = set()
+    # Packed tensors were left out above, so a model with some always lacks parameters.
+    missing = set() if checkpoint.packed else set(info["missing_keys"])
     unexpected = set(info["unexpected_keys"])
     problem = _problem(cls.__name__, missing, unexpected, info["mismatched_keys"])
     if problem and _is_class_of(checkpoint, cls, raw):
@@ -102,8 +101,8 @@ def _load_empty(cls: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[st
 def _is_class_of(checkpoint: Checkpoint, cls: type, raw: Mapping[str, Any]) -> bool:
     """Whether a result with this config.json is sure to be loaded into the class.
 
-    A class of ours always is; one of transformers if the config names it, or no class at all, and
-    no remote code.
+    It is if the class is one of ours. A class of transformers is if the config has no remote code,
+    and names this class or none.
     """
     if cls.__module__.startswith("gqa."):
         return True

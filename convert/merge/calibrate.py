@@ -73,7 +73,8 @@ class Calibrator:
         targets = self._first_targets(len(modules), scale)
         for rows, outputs in base.advance_and_observe(self.text.base, attentions):
             for target, output in zip(targets, outputs, strict=True):
-                target[rows] += output.to(target.device)  # the first has the drift already
+                # The target of the first module has the drift already (`_first_targets`).
+                target[rows] += output.to(target.device)
         self._advance_other_texts(base)
 
         results = []
