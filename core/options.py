@@ -473,7 +473,7 @@ class _GroupedOption(click.Option):
         self._missing = missing
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        with _said_if_missing(self._missing, ctx):
+        with _message_if_missing(self._missing, ctx):
             return super().process_value(ctx, value)
 
 
@@ -485,12 +485,12 @@ class _Argument(click.Argument):
         self._missing = missing
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        with _said_if_missing(self._missing, ctx):
+        with _message_if_missing(self._missing, ctx):
             return super().process_value(ctx, value)
 
 
 @contextmanager
-def _said_if_missing(message: str, ctx: click.Context) -> Iterator[None]:
+def _message_if_missing(message: str, ctx: click.Context) -> Iterator[None]:
     """Errors for a parameter that must be given and is not have this message, if there is one."""
     try:
         yield
