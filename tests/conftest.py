@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 
 # Threads that transformers reads tiny tensors in take longer
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+# What is tokenized, generated and trained meanwhile leaves nothing in the cache of the person who
+# runs the tests, and no test can remove a run of theirs. The first process makes the directory, and
+# those that it starts inherit it.
+_SHARED = "GQA_TESTS_SHARED"
+if _SHARED not in os.environ:
+    os.environ[_SHARED] = tempfile.mkdtemp(prefix="gqa-tests-shared-")
+    atexit.register(shutil.rmtree, os.environ[_SHARED], ignore_errors=True)
+os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ[_SHARED], "datasets")
 
 
 def pytest_collection() -> None:
@@ -107,15 +117,19 @@ def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         return
     from gqa.core.shelves import shelves
 
-    # The last: of `alone`
-    caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]
+    base = tmp_path_factory.getbasetemp()
+    directories = [base]
+    caches = [*shelves(), base / "cache" / "gqa-runs"]  # the last: of `alone`
     if "support.training" in sys.modules:
-        caches.append(sys.modules["support.training"].runs_shelf())
+        training = sys.modules["support.training"]
+        directories.append(training.material())
+        caches.append(training.runs_shelf())
+
     for shelf in caches:
         for entry in shelf.glob("*"):
-            where = (read_mark(entry) or {}).get("directory", "")
-            # Not those of the person who runs the tests
-            if Path(where).is_relative_to(tempfile.gettempdir()):
+            where = Path((read_mark(entry) or {}).get("directory", ""))
+            # Not those of another worker, nor of the person who runs the tests
+            if any(where.is_relative_to(directory) for directory in directories):
                 shutil.rmtree(entry, ignore_errors=True)
 
 

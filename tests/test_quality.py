@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -63,8 +62,7 @@ def heldout_nats(model: Path) -> float:
 
 def conversion(method: str) -> Path:
     """The example with 2 of 8 KV heads by a method, made once for all processes of a test run."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    directory = Path(tempfile.gettempdir()) / f"gqa-quality-{run}"
+    directory = Path(os.environ["GQA_TESTS_SHARED"]) / "quality"
     directory.mkdir(exist_ok=True)
     out = directory / method
 
