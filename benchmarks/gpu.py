@@ -14,8 +14,8 @@ convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated`
     text that it writes itself: seconds and peak memory of each stage (the first samples the text:
     its tokens per second are the sampler's).
 uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and
-    --checkpointing, with NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per
-    parameter and token, of the rate of a matrix product on the device.
+    --gradient-checkpointing, with NCCL on one rank and with FSDP2 on one rank. `mfu` is 6
+    operations per parameter and token, of the rate of a matrix product on the device.
 distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes
 itself. smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity
 and recall on each --text.
@@ -440,7 +440,7 @@ def uptrain(part: Part) -> None:
     if not CUDA:
         fsdp2 += ["--mixed_precision", "no"]
 
-    checkpointing = ["--checkpointing"]
+    checkpointing = ["--gradient-checkpointing"]
     compiled = ["--compile"]
     runs = {"plain": [], "checkpointing": checkpointing, "one rank": [], "one rank fsdp2": []}
     if part.scale.compile:

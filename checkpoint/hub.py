@@ -118,7 +118,7 @@ def _check_hub_id(model: str) -> None:
 
 def _no_directory(model: str) -> str:
     """That there is no such directory, which one may be meant, or which command would write it."""
-    text = f"there is no directory {model}"
+    text = f"there is no directory {model!r}"
     if similar := similar_directory(model):
         return f"{text} (did you mean {similar}?)"
     if re.search(r"-(gqa\d*|mqa)\b", model):

@@ -98,7 +98,7 @@ def next_line(
     if best.name != plan.method_name and command:
         seconds, _ = estimate(plan, best, options.maps)
         takes = f"about {duration(seconds)} on {options.maps.device}"
-        return f"for better quality use --method {best.name}, which takes {takes}: {command}"
+        return f"for better quality, use --method {best.name} ({takes}): {command}"
     if not plan.reads_text:  # a warning says so already
         return ""
 
@@ -236,7 +236,7 @@ def _saving_options(options: ConvertOptions) -> list[str]:
     words = []
     if devices.native_bfloat16(options.maps.device):
         words += ["--precision", "bfloat16"]
-    return [*words, "--micro-batch", "1", "--checkpointing", "--dry-run"]
+    return [*words, "--micro-batch", "1", "--gradient-checkpointing", "--dry-run"]
 
 
 def more_text_command(plan: Plan, options: ConvertOptions) -> str:

@@ -121,7 +121,7 @@ def quality_paragraph(level: Level, text: str) -> str:
     return (
         f"**{level.capitalize()}** ({MEANINGS[level]}). "
         f"Compared with the base model: {markdown(text)}. Recall is the share of a repeated "
-        "passage that is predicted right."
+        "passage that is predicted correctly."
     )
 
 

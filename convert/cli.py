@@ -45,7 +45,7 @@ def _table_row(cells: Sequence[str]) -> str:
 
 def _method_table() -> str:
     """The table of methods in --help, those with the best results first."""
-    rows = [("method", "chooses the merge from", "takes", "KV heads of the result")]
+    rows = [("method", "uses", "time", "KV heads of the result")]
     for method in reversed(METHODS.values()):
         rows.append((method.name, method.chooses_from, method.cost, method.result))
     return "\n".join(_table_row(row) for row in rows)

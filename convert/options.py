@@ -44,8 +44,9 @@ class ConvertOptions(Options):
 
     kv_heads: int | tuple[int, ...] | None = option(
         None,
-        "Number of KV heads of the result. It must divide the model's number, or be a multiple of "
-        "it to repeat heads. Or one number per layer, like 3,1,1,3.",
+        "Number of KV heads of the result: a divisor of the model's number, or a multiple of it, "
+        "to repeat heads. For different numbers per layer, pass one number for each layer, like "
+        "3,1,1,3.",
         KVHeads(),
         short="-g",
         alias="--groups",
@@ -93,8 +94,8 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Tokens of calibration text in all. Sources share them equally; those of self:TOKENS come "
-        "on top.",
+        "Tokens of calibration text in all. Sources share them equally. The tokens of self:TOKENS "
+        "are added to this number.",
         tokens_type(),
         metavar="COUNT",
         methods="text",
@@ -178,7 +179,10 @@ class ConvertOptions(Options):
     )
 
     check: bool = option(
-        True, "Measure perplexity and recall against MODEL on other text.", group=OUTPUT
+        True,
+        "Compare perplexity and recall with those of MODEL, on text that was not used for "
+        "calibration.",
+        group=OUTPUT,
     )
     overwrite: bool = option(
         False, "Replace the checkpoint at DIR once the new one is complete.", group=OUTPUT

@@ -187,9 +187,13 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
         note = f" ({config.family.note})" if config.family.note else ""
         is_by_layer = isinstance(groups, tuple)
         changing = [count for count in allowed if is_by_layer or count != main.kv]
+        if count < main.kv and main.kv % count:
+            why = f"does not divide the {main.kv} KV heads of {name}"
+        else:
+            heads = f"{main.kv} KV heads and {main.query} query heads"
+            why = f"is not possible for the {heads} of {name}"
         raise RefusedError(
-            f"--kv-heads {count} is not possible for the {main.kv} KV heads and {main.query} "
-            f"query heads of {name}{note}; pass {alternatives(changing or allowed)}"
+            f"--kv-heads {count} {why}{note}; pass {alternatives(changing or allowed)}"
         )
 
 

@@ -14,7 +14,14 @@ from typing import Any, NoReturn, Self
 
 import click
 
-from gqa.core.errors import DivergedError, RefusedError, StoppedError, explain, one_line
+from gqa.core.errors import (
+    DivergedError,
+    RefusedError,
+    StoppedError,
+    alternatives,
+    explain,
+    one_line,
+)
 
 _LOG_SECONDS = 30.0  # between lines of progress in a log
 _LONGEST_LINE = 4000
@@ -195,10 +202,8 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
-        message = error.format_message().rstrip(".")
-        # Some messages of click end with a question: `Did you mean '--kv-heads'?`
-        is_question = message.endswith(("?", "?)"))
-        see = f" See {program} --help" if is_question else f"; see {program} --help"
+        message = _describe_usage(error)
+        see = f" See {program} --help" if message.endswith("?") else f"; see {program} --help"
         fail(program, message + see, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
@@ -209,6 +214,23 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             print_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
         message, code = _describe_failure(error)
         fail(program, message, code)
+
+
+def _describe_usage(error: click.ClickException) -> str:
+    """What is said of a wrong command line: first the option, then what is wrong with it."""
+    if isinstance(error, click.NoSuchOption):
+        message = f"there is no option {error.option_name}"
+        if error.possibilities:
+            message += f"; did you mean {alternatives(error.possibilities)}?"
+        return message
+
+    is_missing = isinstance(error, click.MissingParameter)
+    if isinstance(error, click.BadParameter) and error.param is not None and not is_missing:
+        names = [name for name in error.param.opts if name.startswith("--")]
+        name = names[0] if names else error.param.human_readable_name
+        return f"{name} {error.message.rstrip('.')}"
+
+    return error.format_message().rstrip(".")
 
 
 def _describe_failure(error: Exception) -> tuple[str, int]:

@@ -139,10 +139,10 @@ class OneOf(click.Choice[str]):
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
+            message = f"{value!r} is not one of {', '.join(self.choices)}"
             similar = get_close_matches(str(value), self.choices, n=1)
-            if not similar:
-                raise
-            message = f"{error.message} Did you mean {similar[0]}?"
+            if similar:
+                message += f"; did you mean {similar[0]}?"
             raise click.BadParameter(message, ctx, param) from error
 
 

@@ -68,8 +68,8 @@ def _no_files(spec: str, path: Path) -> str:
     if glob.has_magic(spec):
         return f"no file of a supported kind matches {spec}; {allowed}"
     if spec.endswith("/"):
-        return f"there is no directory {spec}; check the path"
-    return f"there is no file {spec}; check the path"
+        return f"there is no directory {spec!r}; check the path"
+    return f"there is no file {spec!r}; check the path"
 
 
 def _check_one_split(directory: str, names: Sequence[str]) -> None:

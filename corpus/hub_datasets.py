@@ -44,7 +44,7 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     if cause := local_cause(error):
         return cache_error(cause)
     if reason := hub_reason(error):
-        return CorpusError(f"there is no file or directory {name}, and {reason}")
+        return CorpusError(f"there is no file or directory {name!r}, and {reason}")
 
     # The innermost error says most
     message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")

@@ -104,7 +104,7 @@ def parse_source(
         name, config, named_split = match.groups()
         return _hub_source(spec, name, config, named_split or split, fields, streaming)
     raise CorpusError(
-        f"there is no file or directory {spec}, and it is not a dataset name "
+        f"there is no file or directory {spec!r}, and it is not a dataset name "
         "(org/name[:config[:split]]); check the spelling"
     )
 

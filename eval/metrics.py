@@ -271,7 +271,7 @@ METRICS = (
     ),
     Metric(
         title="bits per byte",
-        meaning="nats / (ln 2 bytes); empty if [pairs](#encoder-decoders) are cut to the context",
+        meaning="nats / (bytes x ln 2); empty if [pairs](#encoder-decoders) are cut to the context",
         unit="bits per byte",
         better="lower",
         compares=False,
@@ -284,8 +284,7 @@ METRICS = (
     ),
     Metric(
         title="mean KL divergence",
-        meaning="mean of KL(base model || converted model) over all tokens, with its standard "
-        "error",
+        meaning="mean of KL(baseline || model) over all tokens, with its standard error",
         unit="nats",
         better="lower",
         compares=True,

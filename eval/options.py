@@ -75,15 +75,16 @@ class EvaluateOptions(Options):
     )
     recall: bool | None = option(
         None,
-        "Measure recall: how many tokens a model predicts right because they are in its context. "
+        "Measure recall: how many tokens a model predicts correctly because its context contains "
+        "them. "
         "Kinds: repeated text, samples and random tokens; values looked up by their keys; passkeys "
         "hidden in a text.  [default: on for decoders if -o and --data are given]",
         group=MAIN,
     )
     cache_bits: tuple[CacheBits, ...] | None = option(
         None,
-        "Also evaluate with a quantized KV cache, like fp8,8,4: fp8 is the uncalibrated FP8 cache "
-        "of vLLM; a number from 2 to 8: a cache of that many bits per value, rounded in blocks.",
+        "Also evaluate with quantized KV caches; for example, fp8,8,4. fp8 is the uncalibrated FP8 "
+        "cache of vLLM. A number from 2 to 8 is the number of bits per value, rounded in blocks.",
         _CacheBits(),
         metavar="BITS[,...]",
         needs=("data", "recall", "memory"),

@@ -216,7 +216,7 @@ def _recall(models: list[Record], settings: Record) -> Table:
     baseline = models[0]["name"]
     longest = models[0]["greedy"]["longest"]
     note = (
-        "share of tokens predicted right where the context contains them, in windows of "
+        "share of tokens predicted correctly where the context contains them, in windows of "
         f"{settings['context']:,}. text, samples, random: second copies of passages of the text, "
         f"of samples of {baseline}, of random tokens; values: looked up by key in a list; "
         f"passkeys: words hidden in text. greedy: tokens, of {longest:.0f}, before greedy decoding "

@@ -20,11 +20,11 @@ Examples:
 
 @command_of(AblateOptions, _EPILOG)
 def command(options: AblateOptions) -> None:
-    """Compare methods, numbers of KV heads and amounts of training for MODEL. Each combination is
-    converted, trained and measured.
+    """Compare methods, numbers of KV heads and amounts of training for MODEL. For each combination
+    of these, MODEL is converted, trained and measured.
 
     The numbers of a combination are saved as soon as it is measured; the report is written at the
-    end. Without MODEL, the command only writes the report of DIR again.
+    end. Without MODEL, the command only rewrites the report in DIR.
     """
     import transformers
 

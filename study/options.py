@@ -155,7 +155,7 @@ class AblateOptions(Options):
     field: str = same_as(TrainOptions, "field", group="Text")
     separator: str | None = same_as(TrainOptions, "separator", group="Text")
     target_field: str | None = same_as(TrainOptions, "target_field", group="Text")
-    heldout_fraction: float = same_as(
+    heldout_fraction: float | None = same_as(
         TrainOptions,
         "heldout_fraction",
         help="Share of the documents to hold out and evaluate on, instead of --heldout. One of the "
@@ -175,8 +175,8 @@ class AblateOptions(Options):
     refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")
 
     train: Scope | None = same_as(TrainOptions, "train", group="Training")
-    teacher: Literal["base", "none"] = option(
-        "base", "base: distill from MODEL; none: train on text alone.", group="Training"
+    teacher: Literal["auto", "none"] = option(
+        "auto", "auto: distill from MODEL; none: train on text alone.", group="Training"
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
     learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
@@ -192,7 +192,7 @@ class AblateOptions(Options):
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (),
         "Measurements to skip: kl (how far predictions differ from MODEL's) or recall (how many "
-        "tokens are predicted right because they are in the context).",
+        "tokens are predicted correctly because the context contains them).",
         metavar="NAME[,...]",
         group="Evaluation",
     )
@@ -285,7 +285,7 @@ class AblateOptions(Options):
             self.target_field,
             trust_remote_code=self.trust_remote_code,
             heldout=self.heldout,
-            heldout_fraction=self.heldout_fraction,
+            heldout_fraction=self.heldout_fraction or 0.0,
             separator=self.separator,
         )
         refinement = Refinement(self.refine_steps, seed=self.seed)
@@ -304,7 +304,7 @@ class AblateOptions(Options):
         if not cell.alpha:
             return [shell_line(convert)]
 
-        teacher = self.model if self.teacher == "base" else NO_TEACHER
+        teacher = self.model if self.teacher == "auto" else NO_TEACHER
         uptrain = ["gqa-uptrain", operand(out), "--alpha", f"{cell.alpha:g}"]
         uptrain += ["--teacher", teacher, "-o", f"{out}-uptrained"]
         uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
@@ -330,7 +330,7 @@ class AblateOptions(Options):
         """
         names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
         teacher = NO_TEACHER
-        if self.model and self.teacher == "base":
+        if self.model and self.teacher == "auto":
             teacher = self.model
         changes = {
             "model": str(model),

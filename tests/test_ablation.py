@@ -239,7 +239,7 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "alphas": "0,0.4",
         "calibration_tokens": 640,
     }
-    found = measured(Path("study"), **options, refine_steps=3, teacher="base", skip=None)
+    found = measured(Path("study"), **options, refine_steps=3, teacher="auto", skip=None)
     check_cells(found[:4], "--field", "source", "--target-field", "target", data=pairs[1])
     page = " ".join(Path("study/report.html").read_text().split())
     assert "sources and targets have at most 64 tokens" in page

@@ -36,7 +36,7 @@ FREE_SPACE_SHOWN = 212.4  # GiB, on the disk of the page
 # (docs/results.md), here it is one block of a layer that is twice as wide.
 ACTIVATIONS = 15 * 10**9
 # Without these options training needs more than the room for activations.
-SAVING = {"--checkpointing", "--micro-batch 1", "--precision bfloat16"}
+SAVING = {"--gradient-checkpointing", "--micro-batch 1", "--precision bfloat16"}
 
 
 LLAMA = "Llama-2-7b-hf"

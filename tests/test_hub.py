@@ -176,8 +176,8 @@ ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], st
         None,
         (),
         {},
-        f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. Repository Not "
-        "Found",
+        f"there is no directory {NAME!r}, and huggingface_hub says: 401 Client Error. Repository "
+        "Not Found",
     ),
     (
         {"gated": True},
@@ -253,16 +253,16 @@ def test_broken_repository(
         *(
             (
                 [path],
-                f"there is no directory {path}; pass a directory with config.json, or a hub id "
+                f"there is no directory {path!r}; pass a directory with config.json, or a hub id "
                 "(owner/name)\n",
             )
             for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")
         ),
         (
             ["lab/bad--name"],
-            "lab/bad--name, and it is not a hub id (owner/name): Cannot have -- or .. in repo_id",
+            "'lab/bad--name', and it is not a hub id (owner/name): Cannot have -- or .. in repo_id",
         ),
-        (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
+        (["--revision", "", NAME], "--revision '' is not a name"),
         (["lab/here"], "lab/here has no config.json"),
         (
             ["--revision", "main", "lab/here"],
@@ -291,17 +291,17 @@ def test_a_mistyped_directory_names_the_checkpoint_beside_it(machine: Machine, w
     path = word.replace("ABSOLUTE", str(machine.work))
     meant = path.removeprefix("./").replace("lama", "llama")
     done = machine.run(*MERGED, path, HF_HUB_OFFLINE="1")
-    check_refused(done, f"there is no directory {path} (did you mean {meant}?)", advice="")
+    check_refused(done, f"there is no directory {path!r} (did you mean {meant}?)", advice="")
 
 
 @pytest.mark.parametrize("name", ["lab/llama-gqa2-refined", "llama-mqa-mean", "stdlib-gqa2"])
 def test_a_missing_result_names_the_command_that_writes_it(machine: Machine, name: str) -> None:
     done = machine.run(*MERGED, name, HF_HUB_OFFLINE="1")
     hint = "(it has the name of a result: if it is yours, run gqa-convert first)"
-    check_refused(done, f"there is no directory {name} {hint}, and ", advice="")
+    check_refused(done, f"there is no directory {name!r} {hint}, and ", advice="")
 
 
 def test_a_name_like_no_directory_is_a_hub_id(machine: Machine) -> None:
     llama(machine.work / "lab/llama-mha", side_files=False)
     done = machine.run(*MERGED, "lab/pythia", HF_HUB_OFFLINE="1")
-    check_refused(done, "there is no directory lab/pythia, and huggingface_hub says", advice="")
+    check_refused(done, "there is no directory 'lab/pythia', and huggingface_hub says", advice="")

@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
 NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
-    "--kv-heads 3 m": "4 KV heads and 8 query heads of m; pass 1, 2 or 8",
+    "--kv-heads 3 m": "--kv-heads 3 does not divide the 4 KV heads of m; pass 1, 2 or 8",
     "--kv-heads 16 m": "pass 1, 2 or 8",
     **{
         f"--kv-heads {word} m": f"'{word}' is not a number of KV heads; pass a positive whole"
@@ -48,7 +48,7 @@ WRONG_USAGE = {
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
     "-g2": "pass the model: a directory with config.json, or a hub id; see gqa-convert --help",
-    "-g2 m --method refine": "Did you mean refined?",
+    "-g2 m --method refine": "did you mean refined?",
     "-g2 m/config.json": "config.json is not a directory; pass the one",
     "-g2 empty": "empty has no config.json; pass a checkpoint",
     "-g2 .": ". has no config.json; did you mean m?",

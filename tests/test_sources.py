@@ -132,7 +132,7 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         ),
         "stdlib:test": "there is no stdlib:test; pass stdlib:train or stdlib:heldout",
         "a b": (
-            "there is no file or directory a b, and it is not a dataset name "
+            "there is no file or directory 'a b', and it is not a dataset name "
             "(org/name[:config[:split]]); check the spelling"
         ),
         " ": (
@@ -140,10 +140,10 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         ),
     }
     for spec in ("none.txt", "~nouser/a.jsonl", "x" * 300 + ".txt"):
-        refused[spec] = f"there is no file {spec}; check the path"
+        refused[spec] = f"there is no file {spec!r}; check the path"
     allowed = f"allowed are {allowed_files()}"
     refused |= {
-        "../none/": "there is no directory ../none/; check the path",
+        "../none/": "there is no directory '../none/'; check the path",
         "notes": f"notes is not a file of a supported kind; {allowed}",
         "deep/empty": f"the directory deep/empty has no file of a supported kind; {allowed}",
         "*.csv": f"no file of a supported kind matches *.csv; {allowed}",
@@ -350,7 +350,6 @@ def test_hub(
     missing = (
         cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
     )
-    no_file = "there is no file or directory lab/"
     read: list[tuple[str, dict[str, Any], list[str]]] = [
         ("lab/data:a", {}, ["a/train 1", "a/train 2"]),
         ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
@@ -373,8 +372,8 @@ def test_hub(
         (
             "lab/none",
             {},
-            no_file
-            + "none, and huggingface_hub says: 401 Client Error. Repository Not Found for url: ",
+            "there is no file or directory 'lab/none', and huggingface_hub says: 401 Client Error. "
+            "Repository Not Found for url: ",
         ),
         (
             "lab/gated",

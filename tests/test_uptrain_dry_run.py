@@ -124,7 +124,7 @@ def test_activations_follow_the_options_that_change_them(converted: Path) -> Non
     assert usual == 17 * layers * hidden_states
     assert activations("--micro-batch", 2) == usual // 4
     assert activations("--precision", "bfloat16") == usual // 2
-    assert activations("--checkpointing") == (layers + 17) * hidden_states
+    assert activations("--gradient-checkpointing") == (layers + 17) * hidden_states
 
 
 def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None:

@@ -363,7 +363,7 @@ def test_what_may_change(runs: Runs, out: Path) -> None:
     changes = {
         "micro_batch": 2,
         "save_every": 1,
-        "checkpointing": True,
+        "gradient_checkpointing": True,
         "attn_implementation": "eager",
     }
     copy = shutil.copyfile(runs.directory / "data.jsonl", out.with_name("copy.jsonl"))

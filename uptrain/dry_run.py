@@ -153,7 +153,7 @@ def _activations(resolved: Resolved, length: Length | None, processes: int) -> i
         layers,
         tokens=micro_batch * length.block,
         number_bytes=4 if mixed_precision(options) == "no" else 2,
-        checkpointing=options.checkpointing,
+        checkpointing=options.gradient_checkpointing,
     )
 
 

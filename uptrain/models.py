@@ -190,7 +190,7 @@ def build_model(
     set_seed(options.seed)  # initializes adapters
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
 
-    if options.checkpointing:
+    if options.gradient_checkpointing:
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
@@ -198,7 +198,8 @@ def build_model(
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(
-                f"--checkpointing cannot be used ({explain(error)}); remove --checkpointing"
+                f"--gradient-checkpointing cannot be used ({explain(error)}); remove "
+                "--gradient-checkpointing"
             ) from error
     return model
 

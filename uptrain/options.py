@@ -22,7 +22,6 @@ from gqa.core.options import (
     OUTPUT,
     POSITIVE,
     SEED,
-    SHARE,
     Number,
     Options,
     option,
@@ -151,11 +150,11 @@ class TrainOptions(Options):
         metavar="SOURCE",
         group="Held-out text",
     )
-    heldout_fraction: float = option(
-        0.0,
+    heldout_fraction: float | None = option(
+        None,
         "Share of the documents to hold out.  [default: 5% of the data, at most "
         "--heldout-tokens tokens]",
-        SHARE,
+        Number(float, "above 0 to 1"),
         metavar="FRACTION",
         group="Held-out text",
     )
@@ -186,8 +185,8 @@ class TrainOptions(Options):
     )
     batch_size: int | None = option(
         None,
-        "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 "
-        "steps]",
+        "Blocks per step, over all processes.  [default: 8; less if the run would otherwise "
+        "have fewer than 250 steps]",
         COUNT,
         group="Length and batches",
     )
@@ -228,10 +227,9 @@ class TrainOptions(Options):
         "float32]",
         group=HARDWARE,
     )
-    checkpointing: bool = option(
+    gradient_checkpointing: bool = option(
         False,
         "Recompute activations in the backward pass to save memory.",
-        alias="--gradient-checkpointing",
         free=True,
         group=HARDWARE,
     )
@@ -336,7 +334,7 @@ class TrainOptions(Options):
 
     def _source_conflicts(self) -> Iterator[tuple[bool, str]]:
         """Conflicts among the options for data and held-out text."""
-        has_fraction = self.heldout_fraction > 0
+        has_fraction = self.heldout_fraction is not None
         yield (
             has_fraction and self.heldout is not None,
             "--heldout and --heldout-fraction cannot be combined, because both determine the "
@@ -374,7 +372,8 @@ class TrainOptions(Options):
 
     def _self_conflicts(self) -> Iterator[tuple[bool, str]]:
         """Conflicts with `--data self`."""
-        stands_alone = len(self.data) == 1 and not self.streaming and self.heldout_fraction <= 0
+        has_fraction = self.heldout_fraction is not None
+        stands_alone = len(self.data) == 1 and not self.streaming and not has_fraction
         yield (
             not stands_alone,
             "--data self cannot be combined with other sources, --streaming or "

@@ -129,11 +129,11 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
         f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
-        "--checkpointing, --train lora or --optimizer adafactor"
+        "--gradient-checkpointing, --train lora or --optimizer adafactor"
     )
     if setup.states.complete():
         return UnfinishedError(
-            f"{advice}. With --micro-batch or --checkpointing the same command continues: "
+            f"{advice}. With --micro-batch or --gradient-checkpointing the same command continues: "
             f"{setup.states.remains()}"
         )
     return NoMemoryError(advice)

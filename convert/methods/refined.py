@@ -23,7 +23,7 @@ class Refined(TextMethod):
 
     name = "refined"
     cost = (
-        "2 to 3 times as long as calibrated up to 1.3B parameters (measured), 12 times for 7B on "
+        "2 to 4 times as long as calibrated up to 1.3B parameters (measured), 12 times for 7B on "
         "a CPU (estimated)"
     )
     result = "trained layer by layer"
