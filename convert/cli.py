@@ -193,7 +193,13 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     except (RefusedError, OutputError) as error:
         warnings.append(str(error))
     out = output_of(options, plan)
-    _say(f"output      {out}: {size(plan.total_bytes)}; {size(free_space(out))} free", options)
+    free = free_space(out)
+    _say(f"output      {out}: {size(plan.total_bytes)}; {size(free)} free", options)
+    record: dict[str, Any] = {
+        "output": str(out),
+        "output_bytes": plan.total_bytes,
+        "free_bytes": free,
+    }
 
     costs = {}
     for method in plan.available_methods:
@@ -209,9 +215,9 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
     _warn(warnings)
     _say("dry run     nothing was written", options)
-    if not costs:  # no heads are merged
-        return {}
-    return {"estimates": costs}
+    if costs:  # none if no heads are merged
+        record["estimates"] = costs
+    return record
 
 
 def _say(line: str, options: ConvertOptions) -> None:

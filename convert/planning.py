@@ -187,14 +187,15 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
         note = f" ({config.family.note})" if config.family.note else ""
         is_by_layer = isinstance(groups, tuple)
         changing = [count for count in allowed if is_by_layer or count != main.kv]
+        option = f"--kv-heads {count}"
+        if isinstance(groups, tuple):
+            option += f" of layer {groups.index(count) + 1}"
         if count < main.kv and main.kv % count:
             why = f"does not divide the {main.kv} KV heads of {name}"
         else:
             heads = f"{main.kv} KV heads and {main.query} query heads"
             why = f"is not possible for the {heads} of {name}"
-        raise RefusedError(
-            f"--kv-heads {count} {why}{note}; pass {alternatives(changing or allowed)}"
-        )
+        raise RefusedError(f"{option} {why}{note}; pass {alternatives(changing or allowed)}")
 
 
 def _check_method(

@@ -92,13 +92,17 @@ def _ratio_number(value: float | None) -> str:
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     """The measured quality in words: `perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of
-    self-generated text, recall 79% (base model 80%)`.
+    self-generated text in windows of 256, recall 79% (base model 80%)`.
 
     Args:
         quality: The entry `quality` of a conversion's record.
         text: What it was measured on, in the words of `measured_text`.
     """
-    parts = [f"perplexity x{ratio_text(quality)} on {quality['tokens']:,} tokens of {text}"]
+    where = f"{quality['tokens']:,} tokens of {text}"
+    if "context" in quality:  # not in older records
+        where += f" in windows of {quality['context']:,}"
+
+    parts = [f"perplexity x{ratio_text(quality)} on {where}"]
     recall = quality.get("recall")
     if recall:
         parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")

@@ -317,7 +317,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     ("words", "says"),
     [
         (("--kv-heads", "1,2"), "--kv-heads has numbers for 2 layers, but model has 4 layers"),
-        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 does not divide the 4 KV heads"),
+        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 of layer 2 does not divide the 4"),
         (
             ("--kv-heads", "1,x,1,1"),
             "'1,x,1,1' is not a number of KV heads; pass a positive whole number, or one for",

@@ -92,7 +92,7 @@ def test_what_is_said_of_the_quality(
     done = convert(*text)
     quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\) on .*, recall \d+% \(base model \d+%\)"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
-    assert " tokens of self-generated text, recall " in line
+    assert " tokens of self-generated text in windows of 16, recall " in line
     level, _, numbers = line.partition(": ")
     card = (out / "README.md").read_text()
     assert f"**{level.capitalize()}** (" in card
@@ -104,7 +104,7 @@ def test_what_is_said_of_the_quality(
     # A random model loses nothing: with this bound it counts as damaged
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
-    assert " tokens of held-out blocks of text.txt, recall " in done.err
+    assert " tokens of held-out blocks of text.txt in windows of 16, recall " in done.err
     says = (
         "damaged and not usable as it is: keep more KV heads or use --method refined or train it: "
         "gqa-uptrain"

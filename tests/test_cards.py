@@ -165,7 +165,7 @@ def test_the_card_of_a_conversion_says_what_it_cost(converted: Path) -> None:
     ratio = record["quality"]["ratio"]
     assert re.search(
         rf"perplexity x{ratio:.2f} \(95% interval \S+\) on [\d,]+ tokens of held-out blocks of "
-        r"text\.jsonl, recall ",
+        r"text\.jsonl in windows of \d+, recall ",
         text,
     )
     assert "`llama` with 2 instead of 4 key/value heads" in text

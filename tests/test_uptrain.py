@@ -269,7 +269,7 @@ CPU = RuntimeError(
 )
 TRAINING = (
     "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or "
-    "pass --check"
+    "pass --gradient-checkpointing"
 )
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),

@@ -137,7 +137,14 @@ def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
-    for words in (("--alpha", 0.1), ("--steps", 1, "--tokens", 8), ("--teacher", "none")):
+    refused: tuple[tuple[object, ...], ...] = (
+        ("--alpha", 0.1),
+        ("--steps", 1, "--tokens", 8),
+        ("--teacher", "none"),
+        ("--data", "none.jsonl"),
+        ("--heldout", "none.jsonl"),
+    )
+    for words in refused:
         assert uptrain(converted, *words, "--dry-run").code == 2
         assert uptrain(converted, *words, "--dry-run").err == uptrain(converted, *words).err
 

@@ -14,6 +14,7 @@ from gqa.core.errors import OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
+from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.models import freeze_parameters
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import (
@@ -77,15 +78,28 @@ class DryRun:
 
 
 def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
-    """The plan of a run that is not started: neither weights nor text are read.
+    """The plan of a run that is not started: no weights are read, and only the beginning of text.
 
-    Raises RefusedError and CorpusError as a run would, for options and models.
+    Raises RefusedError and CorpusError as a run would, for options, models and local text.
     """
     processes = ranks().num_processes
     resolved = resolve_options(options, processes, watcher)
+    _check_text(resolved.options)
     length = run_length(resolved, processes)
     needs = training_needs(resolved, length, processes)
     return DryRun(resolved, length, needs, tuple(_output_warnings(resolved, needs)))
+
+
+def _check_text(options: TrainOptions) -> None:
+    """Raise CorpusError for sources that do not exist or have no text; nothing is fetched."""
+    named = [] if is_self(options.data[0]) else [options]
+    if options.heldout:
+        named.append(replace(options, data=(options.heldout,), streaming=False))
+
+    for one in named:
+        for source in data_sources(one):
+            if source.files:
+                next(source.rows())
 
 
 def run_length(resolved: Resolved, processes: int) -> Length | None:

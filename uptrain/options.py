@@ -20,7 +20,6 @@ from gqa.core.options import (
     MAIN,
     MODEL,
     OUTPUT,
-    POSITIVE,
     SEED,
     Number,
     Options,
@@ -52,10 +51,11 @@ class Rate(click.ParamType[float | str]):
             number = float(share)
         except ValueError:
             number = -1.0
-        if isinstance(value, bool) or not 0 < number <= LARGEST:
+        largest = 100 if is_share else 1
+        if isinstance(value, bool) or not 0 < number <= largest:
             self.fail(
                 f"{value!r} is not a learning rate; pass a share of each weight like 0.3%, or a "
-                "number above 0 like 1e-4",
+                "number like 1e-4, above 0 and at most 1",
                 param,
                 ctx,
             )
@@ -272,8 +272,6 @@ class TrainOptions(Options):
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
     # Whether half of the blocks repeat themselves; None: if there is a teacher.
     repeats: bool | None = option(None, expert=True)
-    # The greatest norm of the gradient.
-    clip: float = option(1.0, "", POSITIVE, expert=True)
     # Steps between evaluations on held-out text; None: four evaluations.
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)
     # Of a hub id: a branch, tag or commit.

@@ -60,6 +60,7 @@ class QualityCheck:
         blocks, tokens = base.shape
         result: dict[str, Any] = {
             "tokens": base.size,
+            "context": self._text.ids.shape[1],
             "perplexity": {
                 "base": float(np.exp(base.mean())),
                 "converted": float(np.exp(converted.mean())),
