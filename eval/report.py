@@ -243,7 +243,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     if memory:
         note = (
             f"batch: sequences of {memory['context']:,} tokens that fit into "
-            f"{memory['bytes'] / 1e9:.4g} GB with the weights (activations not counted)"
+            f"{size(memory['bytes'])} with the weights (activations not counted)"
         )
     context = next((model["kv_cache"]["context"] for model in models if "kv_cache" in model), 0)
     columns = [
