@@ -380,12 +380,14 @@ RECALL_KINDS = (
     ),
     RecallKind(
         "values",
-        question="16 lines `key: value` of random words, text, then all keys in another order",
-        counted="the value of each",
+        question="16 lines of the form `key: value` (both random words), then text, then all keys "
+        "in a different order",
+        counted="the value of each key",
     ),
     RecallKind(
         "passkeys",
-        question="five random words at one of five depths of a text, asked for at its end",
+        question="a text that contains five random words at one of five depths, and asks for them "
+        "at its end",
         counted="each word",
     ),
 )

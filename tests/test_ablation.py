@@ -203,7 +203,7 @@ def test_commands_of_a_row_give_its_cell(tmp_path: Path, monkeypatch: pytest.Mon
     commands = [line[12:] for line in report.splitlines() if line.startswith("command ")]
     assert commands in [row["commands"] for row in found]
     assert unescape(Path("study/report.html").read_text()).count(commands[1]) == 1
-    taught = [("first", "all", "base")] * 2 + [("calibrated", "attention", "base")]
+    taught = [("first", "all", "auto")] * 2 + [("calibrated", "attention", "auto")]
     assert [(row["method"], row["train"], row["teacher"]) for row in found[1:4]] == taught
     check_cells(found)
 
@@ -276,11 +276,11 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
     ("heads", "alphas", "teacher", "groups"),
     [
         (8, (0, 0.1), "none", {1, 2, 4, 8}),
-        (8, (0, 0.1), "base", {1, 2, 4}),
+        (8, (0, 0.1), "auto", {1, 2, 4}),
         (8, (0,), "none", {1, 2, 4}),
         (32, (0.1,), "none", {1, 8, 16, 32}),
-        (3, (0, 1), "base", {1}),
-        (1, (0.1,), "base", {1}),
+        (3, (0, 1), "auto", {1}),
+        (1, (0.1,), "auto", {1}),
     ],
 )
 def test_the_default_numbers_of_heads(
@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "groups that do not divide": (
         {"groups": "1,3"},
-        ["--kv-heads 3 is not possible", "pass 1 or 2"],
+        ["--kv-heads 3 does not divide", "pass 1 or 2"],
     ),
     "more groups than heads": (
         {"model": "bitnet", "groups": "1,4"},
@@ -585,7 +585,7 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
         place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first"
     )
     assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
-    refused(out, "--kv-heads 3 is not possible", **grid, groups="3")
+    refused(out, "--kv-heads 3 does not divide", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
         with StudyDirectory(directory).held():
             refused(directory, "another run is working on", **options)

@@ -231,7 +231,7 @@ def test_hub_ids(
             "SRC G2",
             "nothing to measure; pass text with --data, or pass --recall, --decode or --memory",
         ),
-        ("SRC ./nothing", "./nothing; pass a directory with config.json, or a hub id"),
+        ("SRC ./nothing", "'./nothing'; pass a directory with config.json, or a hub id"),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
         (
             "SRC --cache-bits 8",

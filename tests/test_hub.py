@@ -136,6 +136,9 @@ def test_dry_run_fetches_headers_only(
     assert ours.pop("revision") == commit
     assert theirs.pop("model") == "source"
     assert theirs.pop("revision") is None
+    for name in ("output", "free_bytes"):
+        assert ours.pop(name)
+        assert theirs.pop(name)
     # How fast this device is just now
     assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()
     assert ours == theirs

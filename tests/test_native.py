@@ -166,7 +166,7 @@ def source(
             r"--kv-heads 2 is not possible for the 4 KV heads .* of source \(G = 1 or H\); "
             r"pass 1$",
         ),
-        ("gpt_neox", 3, "not possible for the 4 KV heads .* of source; pass 1 or 2"),
+        ("gpt_neox", 3, "does not divide the 4 KV heads of source; pass 1 or 2"),
         (
             "gpt_neox",
             {"use_parallel_residual": False},

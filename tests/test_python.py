@@ -209,7 +209,7 @@ def adapted(model: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "groups": (
         lambda at, m: gqa.convert_model(m, kv_heads=3),
-        "kv_heads=3 is not possible for the 4 KV heads",
+        "kv_heads=3 does not divide the 4 KV heads",
     ),
     "two numbers": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, kv_budget=0.5),

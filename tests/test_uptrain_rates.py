@@ -10,10 +10,10 @@ import torch
 from support.checkpoints import edit_tensors
 from support.tiny_models import TINY, build
 from support.training import losses, options_for, tiny_checkpoint, trained, training_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa.core.errors import RefusedError
-from gqa.uptrain.optimizer import base_rate, make_optimizer, normalize_gradients, set_rate
+from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
 from gqa.uptrain.options import TrainOptions
 
 
@@ -96,47 +96,3 @@ def losses_of_steps(model: Path, rate: float | str) -> list[float]:
 def test_a_rate_is_a_positive_number_or_share(rate: object) -> None:
     with pytest.raises(RefusedError, match="is not a learning rate; pass a share of each weight"):
         TrainOptions("model", learning_rate=rate)  # type: ignore[arg-type]
-
-
-def test_gradients_are_normalized_one_by_one() -> None:
-    """What is returned is the norm of the whole gradient before that; one of zeros stays."""
-    model = nn.ParameterList(torch.zeros(4, 4) for _ in range(4))
-    for parameter, size in zip(model, (3.0, 4.0, 0.0), strict=False):
-        parameter.grad = torch.full((4, 4), size / 4)
-
-    assert normalize_gradients(model) == pytest.approx(5.0)
-    norms = [float(parameter.grad.norm()) for parameter in model if parameter.grad is not None]
-    assert norms == pytest.approx([1.0, 1.0, 0.0])
-
-
-def weights_after(unusual: float, normalize: bool) -> Tensor:
-    """Two matrices after five steps, where the gradient of the first is `unusual` times as large in
-    the second step.
-    """
-    generator = torch.Generator().manual_seed(0)
-    model = nn.ParameterList(torch.zeros(8, 8) for _ in range(2))
-    optimizer = make_optimizer(model, TrainOptions("model", learning_rate=1e-3))
-    for step in range(5):
-        for parameter in model:
-            parameter.grad = torch.randn(8, 8, generator=generator)
-        if step == 1:
-            model[0].grad *= unusual
-        if normalize:
-            normalize_gradients(model)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return torch.stack([parameter.detach() for parameter in model])
-
-
-def test_an_unusual_gradient_does_not_set_the_steps_after_it() -> None:
-    expected = weights_after(1.0, normalize=True)
-    assert torch.allclose(weights_after(1000.0, normalize=True), expected, atol=1e-6)
-
-
-def test_control_a_clipped_gradient_does() -> None:
-    """Clipped by one norm, it also takes the step from the other matrix."""
-    expected = weights_after(1.0, normalize=False)
-    found = weights_after(1000.0, normalize=False)
-    assert not torch.allclose(found[0], expected[0], atol=1e-4)
-    assert not torch.allclose(found[1], expected[1], atol=1e-4)

@@ -294,10 +294,10 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
     """Before anything heavy is done, and with the command that continues."""
     command = shlex.join(["gqa-uptrain", *saving(runs, saved, steps=6)])
     end = f"); continue it with {command}, or start over with --overwrite\n"
-    different = saving(runs, out, learning_rate=2e-3, weight_decay=0.5, alpha=0.5, steps=None)
+    different = saving(runs, out, learning_rate=2e-3, clip=0.5, alpha=0.5, steps=None)
     says = (
-        "(--alpha: None -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> None; "
-        "--weight-decay: 0.1 -> 0.5"
+        "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> "
+        "None"
     )
     assert (
         refused(runs, *different, before=[load_no_tokenizer])

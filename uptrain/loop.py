@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import DivergedError, RefusedError, StoppedError, UnfinishedError, explain
@@ -28,7 +29,7 @@ from gqa.uptrain.evaluation import (
     zero_sums,
 )
 from gqa.uptrain.log import Log
-from gqa.uptrain.optimizer import base_rate, make_optimizer, normalize_gradients, set_rate
+from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import evaluation_interval, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
@@ -80,7 +81,9 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         while progress.step < steps:
             start = time.perf_counter()
             rate = _learning_rate(setup, progress.step)
-            sums, norm = train_step(accelerator, model, optimizer, batches.micro_batches, rate)
+            sums, norm = train_step(
+                accelerator, model, optimizer, batches.micro_batches, rate, setup.options.clip
+            )
             numbers = _add_step(progress, sums, norm, rate, setup)
             seconds = reading_seconds + time.perf_counter() - start
 
@@ -201,6 +204,7 @@ def train_step(
     optimizer: Any,
     micro_batches: list[Batch],
     rate: float,
+    clip: float,
 ) -> tuple[Tensor, float]:
     """Take one optimizer step over the micro-batches of all ranks.
 
@@ -208,7 +212,7 @@ def train_step(
 
     Returns:
         (3,) sums over all ranks: predictions, nats, distillation. And the norm of the gradient
-        before it was normalized.
+        before clipping.
     """
     device = accelerator.device
     predictions = 0
@@ -232,11 +236,15 @@ def train_step(
             accelerator.backward(loss * scale)
     sums = accelerator.reduce(sums, "sum")
 
-    norm = normalize_gradients(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = accelerator.clip_grad_norm_(trained, clip)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+
     set_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad()
-    return sums, norm
+    return sums, float(norm)
 
 
 def _add_step(

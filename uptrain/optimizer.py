@@ -83,29 +83,6 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 
 @torch.no_grad()
-def normalize_gradients(model: nn.Module) -> float:
-    """Scale the gradient of every trained weight to norm 1; return the norm of the whole gradient
-    before that.
-
-    So each step counts alike in the running means of Adam, and a block whose gradient is a hundred
-    times larger than that of others does not set the direction of the steps after it. Nor do the
-    gradients of one weight decide by how much those of another are clipped, as with one norm over
-    all of them.
-
-    All processes must call it. A gradient of zeros stays one.
-    """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    # Lists, and one transfer for all norms: hundreds of weights would each wait for the device.
-    norms = torch.stack([torch.linalg.vector_norm(gradient.float()) for gradient in gradients])
-    if isinstance(norms, DTensor):
-        norms = norms.full_tensor()
-    for gradient, norm in zip(gradients, norms.tolist(), strict=True):
-        if norm:
-            gradient.div_(norm)
-    return float(torch.linalg.vector_norm(norms))
-
-
-@torch.no_grad()
 def weight_sizes(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """What a learning rate is relative to: the root mean square of each weight, by name.
 

@@ -20,6 +20,7 @@ from gqa.core.options import (
     MAIN,
     MODEL,
     OUTPUT,
+    POSITIVE,
     SEED,
     Number,
     Options,
@@ -272,6 +273,8 @@ class TrainOptions(Options):
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
     # Whether half of the blocks repeat themselves; None: if there is a teacher.
     repeats: bool | None = option(None, expert=True)
+    # The greatest norm of the gradient.
+    clip: float = option(1.0, "", POSITIVE, expert=True)
     # Steps between evaluations on held-out text; None: four evaluations.
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)
     # Of a hub id: a branch, tag or commit.

@@ -164,19 +164,18 @@ def set_losses(*losses: float) -> None:
 
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
     """An Inf in the gradient of these steps (from 1)."""
-    import gqa.uptrain.loop
+    from accelerate import Accelerator
 
-    normalize, done = gqa.uptrain.loop.normalize_gradients, [0]
+    clip, done = Accelerator.clip_grad_norm_, [0]
 
-    def spoil(model: Any) -> float:
+    def spoil(accelerator: Any, parameters: list[Any], limit: float) -> Any:
         done[0] += 1
         if done[0] in steps:
-            first = next(p for p in model.parameters() if p.grad is not None)
-            first.grad.view(-1)[0] = float("inf")
-        return normalize(model)
+            next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("inf")
+        return clip(accelerator, parameters, limit)
 
     # No tiny model overflows on demand
-    patch.setattr(gqa.uptrain.loop, "normalize_gradients", spoil)
+    patch.setattr(Accelerator, "clip_grad_norm_", spoil)
 
 
 def note_memory(file: str) -> None:
