@@ -177,7 +177,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, where its result would go, and time and memory of every method that the model
     allows.
 
-    Returns time and memory, JSON-ready.
+    Returns where the result would go, its size, the free space, and time and memory, JSON-ready.
     """
     from gqa.checkpoint.output_directory import free_space
     from gqa.convert.api import open_output
