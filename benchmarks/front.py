@@ -17,6 +17,8 @@ import matplotlib.pyplot as plt
 GRAY = "#808080"
 METHODS = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868"}
 COLORS = METHODS | {"distilled": "#8172b3"}
+HIGHEST = 2.6  # what is higher is named in words: the rest would look all alike
+LIMITS = (1.05, 1.5)  # of `good` and `trade-off`
 
 
 def ratios(path: Path) -> dict[str, float]:
@@ -42,44 +44,51 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
     The title and the shares are those of a model with 8 KV heads.
     """
     heads = (4, 2, 1)
-    for method, color in METHODS.items():
+    # Where the label of a point is: the two best methods lie close together.
+    places = {"aligned": (-26, 3), "calibrated": (0, 9), "refined": (0, -17)}
+    for method, place in places.items():
         heights = [ratio_of[f"{method}-{g}"] for g in heads]
-        axes.plot(range(len(heads)), heights, "o-", color=color, linewidth=2)
-        label = f"{method}  {text(heights[-1])}"
-        end = (len(heads) - 1, heights[-1])
-        above = {"calibrated": 7, "refined": -4}.get(method, -1)  # they end close to each other
-        axes.annotate(
-            label, end, xytext=(9, above), textcoords="offset points", color=color, va="center"
-        )
-    axes.set(ylabel="perplexity ratio", yscale="log", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
+        axes.plot(range(len(heads)), heights, "o-", color=COLORS[method], linewidth=2, label=method)
+        for number, height in enumerate(heights):
+            if height < HIGHEST:
+                label(axes, number, height, place, COLORS[method])
+
+    axes.set(ylabel="perplexity ratio", xlim=(-0.75, len(heads) - 0.6))
     axes.set_title("example model, 5.8M parameters, 8 KV heads", fontsize=11)
     axes.set_xticks(
         range(len(heads)),
         [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads],
     )
-    axes.set_yticks([1, 2, 5, 10, 20], ["x1", "x2", "x5", "x10", "x20"])
+    above = ", ".join(text(ratio_of[f"mean-{g}"]) for g in heads)
+    axes.legend(title=f"higher: mean, {above}", loc="upper left", frameon=False, alignment="left")
 
 
 def published(axes: Any, ratio_of: dict[str, float]) -> None:
     """Models are named by their method, of `COLORS`."""
-    for number, (method, color) in enumerate(COLORS.items()):
+    shown = [method for method in COLORS if ratio_of[method] < HIGHEST]
+    for number, method in enumerate(shown):
         ratio = ratio_of[method]
-        axes.plot([number, number], [1, ratio], color=color, linewidth=2)
-        axes.plot([number], [ratio], "o", color=color)
-        axes.annotate(
-            text(ratio),
-            (number, ratio),
-            xytext=(0, 8),
-            textcoords="offset points",
-            color=color,
-            ha="center",
-        )
+        axes.plot([number, number], [1, ratio], color=COLORS[method], linewidth=2)
+        axes.plot([number], [ratio], "o", color=COLORS[method])
+        label(axes, number, ratio, (24, -4), COLORS[method])
 
-    highest = 3 * max(ratio_of.values())
-    axes.set(yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, highest))
+    above = [f"{method} {text(ratio_of[method])}" for method in COLORS if method not in shown]
+    axes.text(0.02, 0.95, f"higher: {', '.join(above)}", transform=axes.transAxes, va="top")
+    axes.set(xlim=(-0.5, len(shown) - 0.3))
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
-    axes.set_xticks(range(len(COLORS)), COLORS)
-    axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])
+    axes.set_xticks(range(len(shown)), shown)
+
+    # The verdicts of docs/reading.md, beside the axes
+    good, trade_off = LIMITS
+    for verdict, height in (("damaged", 1.8), ("trade-off", (good + trade_off) / 2), ("good", 1.0)):
+        axes.text(len(shown) - 0.25, height, verdict, va="center")
+
+
+def label(axes: Any, x: float, ratio: float, offset: tuple[int, int], color: str) -> None:
+    """Write a ratio beside its point."""
+    axes.annotate(
+        text(ratio), (x, ratio), xytext=offset, textcoords="offset points", color=color, ha="center"
+    )
 
 
 def main() -> None:
@@ -98,8 +107,10 @@ def main() -> None:
     embedded(panels[0], ratios(args.embedded))
     published(panels[1], ratios(args.published))
     for axes in panels:
-        axes.minorticks_off()
-        axes.axhline(1, color=GRAY, linewidth=1, linestyle=":")
+        axes.set(ylim=(0.83, HIGHEST))
+        axes.set_yticks([1, 1.5, 2, 2.5], ["x1", "x1.5", "x2", "x2.5"])
+        for height in LIMITS:
+            axes.axhline(height, color=GRAY, linewidth=1, linestyle=":", zorder=0)
     figure.tight_layout()
     figure.savefig(args.output, transparent=True, metadata={"Date": None})
 

@@ -33,6 +33,9 @@ _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 _SURE_SHARE = 3 / 4
 _EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU
 
+# Options of gqa-uptrain that make activations small, and its plan (docs/guide-7b.md).
+_SAVING_OPTIONS = ("--micro-batch", "1", "--gradient-checkpointing", "--dry-run")
+
 # Options that another run of gqa-convert does not repeat: what is written where, and what is
 # printed.
 _NOT_REPEATED = frozenset(
@@ -115,7 +118,7 @@ def next_line(
     goal = "for better quality distill from the base model"
     if _fits_training(plan, options):
         return f"{goal}: {command}"
-    needed = size(default_training_memory(plan))
+    needed = size(default_training_memory(plan, options.maps.device))
     return f"{goal}; by default that needs about {needed}, so look at the plan first: {command}"
 
 
@@ -205,12 +208,12 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
         words += ["--teacher", options.model]
     words += _shared(options)
     if not _fits_training(plan, options):
-        words += _saving_options(options)
+        words += _SAVING_OPTIONS
     return shell_line(words)
 
 
-def default_training_memory(plan: Plan) -> int:
-    """Bytes that gqa-uptrain of the result needs with its default options, roughly."""
+def default_training_memory(plan: Plan, device: str) -> int:
+    """Bytes that gqa-uptrain of the result needs on a device with its default options, roughly."""
     trained = parameters = plan.parameters_after
     assert plan.merge_method is not None
     if plan.merge_method.reads != "nothing":  # then attention alone trains
@@ -221,22 +224,21 @@ def default_training_memory(plan: Plan) -> int:
     config = transformers_config(plan.new_config)
     block = min(positions(config) or MAX_BLOCK, MAX_BLOCK)
     needs = training_memory(parameters, trained, plan.checkpoint.nbytes)
-    hidden_size = int(plan.config.text.hidden_size)
-    return needs.memory + activation_memory(hidden_size, plan.config.layers, block)
+    activations = activation_memory(
+        hidden_size=int(plan.config.text.hidden_size),
+        layers=plan.config.layers,
+        tokens=block,
+        number_bytes=2 if devices.native_bfloat16(device) else 4,
+    )
+    return needs.memory + activations
 
 
 def _fits_training(plan: Plan, options: ConvertOptions) -> bool:
     """Whether gqa-uptrain surely fits this machine with its default options."""
     total = devices.total_memory(options.maps.device)
-    return total is None or default_training_memory(plan) <= _SURE_SHARE * total
-
-
-def _saving_options(options: ConvertOptions) -> list[str]:
-    """Options of gqa-uptrain that make activations small, and --dry-run (docs/guide-7b.md)."""
-    words = []
-    if devices.native_bfloat16(options.maps.device):
-        words += ["--precision", "bfloat16"]
-    return [*words, "--micro-batch", "1", "--gradient-checkpointing", "--dry-run"]
+    if total is None:
+        return True
+    return default_training_memory(plan, options.maps.device) <= _SURE_SHARE * total
 
 
 def more_text_command(plan: Plan, options: ConvertOptions) -> str:

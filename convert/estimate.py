@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from functools import cache
+from typing import TYPE_CHECKING
 
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.merge.options import MapsOptions
@@ -15,9 +16,15 @@ from gqa.convert.methods.maps_method import MapsMethod
 from gqa.convert.plan import Plan
 from gqa.core.devices import peak_memory
 
+if TYPE_CHECKING:
+    from gqa.convert.merge.workload import Workload
+
 _BENCHMARK_SECONDS = 0.2
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-_STEP_SECONDS = 5e-4  # of a layer that computes one token
+# Of a layer that computes one token. On a GPU Python is the limit: 7.1 s for 255 tokens in 24
+# layers on an H200 (docs/results.md).
+_STEP_SECONDS = 5e-4
+_GPU_STEP_SECONDS = 1.2e-3
 _OVERHEAD_BYTES = 8 << 20
 
 
@@ -27,14 +34,19 @@ def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, i
     On a CPU they include those of the process itself (`runtime_memory`). The first call times the
     device for a fifth of a second.
     """
-    speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     seconds = plan.total_bytes / _BYTES_A_SECOND
     memory = _writing_memory(plan) + runtime_memory(options.device)
     if isinstance(method, MapsMethod):
         workload = method.workload(plan, options)
-        seconds += workload.operations / speed + workload.token_steps * _STEP_SECONDS
+        seconds += workload_seconds(workload, options.device, int(plan.config.text.hidden_size))
         memory += workload.memory
     return seconds, memory
+
+
+def workload_seconds(workload: Workload, device: str, width: int) -> float:
+    """Seconds that a workload takes on a device, with matrices of this width."""
+    step = _STEP_SECONDS if device == "cpu" else _GPU_STEP_SECONDS
+    return workload.operations / measure_flops(device, width) + workload.token_steps * step
 
 
 def duration(seconds: float) -> str:
@@ -59,12 +71,12 @@ def runtime_memory(device: str) -> int:
 
 
 @cache
-def measure_flops(device: str, width: int) -> float:
-    """float32 matmul FLOP/s at this width."""
+def measure_flops(device: str, width: int, dtype: str = "float32") -> float:
+    """Operations per second of a matrix product of this width."""
     import torch
 
-    rows = torch.randn(2048, width, device=device)
-    square = torch.randn(width, width, device=device)
+    rows = torch.randn(2048, width, dtype=getattr(torch, dtype), device=device)
+    square = torch.randn(width, width, dtype=rows.dtype, device=device)
     fastest = math.inf
     end = time.perf_counter() + _BENCHMARK_SECONDS
     while time.perf_counter() < end:

@@ -184,4 +184,7 @@ def native_bfloat16(device: str) -> bool:
     if device.startswith("cpu"):  # one of several processes has `cpu:0`
         capabilities = torch.cpu.get_capabilities()
         return any(capabilities.get(name) for name in _BFLOAT16_INSTRUCTIONS)
-    return device.startswith("cuda") and torch.cuda.is_bf16_supported()
+    if not device.startswith("cuda"):
+        return False
+    # GPUs before Ampere (V100, T4) have tensors of bfloat16, but compute in float32.
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))

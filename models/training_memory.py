@@ -37,9 +37,11 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """Disk space of a saved state: weights, optimizer, and the best weights so far."""
-        best_weights = self.gradients  # of the trained parameters, in float32 too
-        return self.weights + self.optimizer + best_weights
+        """Disk space of a saved state: the weights that train, now and when they were best, and the
+        optimizer.
+        """
+        trained_weights = self.gradients  # as many numbers, in float32 too
+        return 2 * trained_weights + self.optimizer
 
 
 def training_memory(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # Threads that transformers reads tiny tensors in take longer
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
+# Trainings compute in float32 on every machine, as if a launcher had asked for it. Tests of the
+# default precision remove this.
+os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "no")
+
 # What is tokenized, generated and trained meanwhile leaves nothing in the cache of the person who
 # runs the tests, and no test can remove a run of theirs. The first process makes the directory, and
 # those that it starts inherit it.

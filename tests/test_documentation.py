@@ -72,8 +72,10 @@ MODELS = {
     "openai-community/gpt2": ("gpt2", 12, 12),
 }
 DATA = {
-    "corpus.jsonl": ["text"],
-    "generated.jsonl": ["text"],
+    "train.jsonl": ["text"],
+    "heldout.jsonl": ["text"],
+    "calibration.jsonl": ["text"],
+    "generated-0.jsonl": ["text"],
     "wikitext2-test.txt": [],
     "pairs.jsonl": ["article", "summary"],
     "stdlib-t5/heldout.jsonl": ["source", "target"],

@@ -18,6 +18,7 @@ import torch
 from support.checkpoints import header_only, run
 from support.embedded import SOURCE
 from support.pages import blocks, commands
+from support.patches import use_bfloat16
 from transformers import LlamaConfig, Qwen2Config
 
 from gqa.checkpoint.read import read_checkpoint
@@ -36,7 +37,7 @@ FREE_SPACE_SHOWN = 212.4  # GiB, on the disk of the page
 # (docs/results.md), here it is one block of a layer that is twice as wide.
 ACTIVATIONS = 15 * 10**9
 # Without these options training needs more than the room for activations.
-SAVING = {"--gradient-checkpointing", "--micro-batch 1", "--precision bfloat16"}
+SAVING = {"--gradient-checkpointing", "--micro-batch 1"}
 
 
 LLAMA = "Llama-2-7b-hf"
@@ -48,6 +49,11 @@ def commands_of(program: str, model: str = "") -> list[str]:
     lines = [words for words in commands(PAGE) if Path(words[0]).name == program]
     assert lines, f"the page has no {program}"
     return [line for line in map(shlex.join, lines) if model in line]
+
+
+def servers() -> list[str]:
+    """The commands of the page that start a server of vLLM."""
+    return [one for one in commands_of("vllm") if shlex.split(one)[1] == "serve"]
 
 
 def llama_config(kv_heads: int) -> LlamaConfig:
@@ -109,7 +115,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_headers(root / QWEN, qwen_config(4), {})
     write_headers(root / f"{QWEN}-gqa2-refined", qwen_config(2), {}, QWEN)
     # What the script of the page would write with vLLM
-    (root / "generated.jsonl").write_text('{"text": "a"}\n')
+    (root / "generated-0.jsonl").write_text('{"text": "a"}\n')
     return root
 
 
@@ -122,6 +128,7 @@ def dry_run(command: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     """The lines and the record of a command of the page as a dry run."""
     program, *words = shlex.split(command)
     monkeypatch.chdir(models)
+    use_bfloat16(monkeypatch, native=True)
     flags = [flag for flag in ("--dry-run", "--json") if flag not in words]
     done = run(*words, *flags, program=program)
     assert done.code == 0, done.err
@@ -144,7 +151,7 @@ def test_the_training_fits(command: str, models: Path, monkeypatch: pytest.Monke
 def plan_and_advice(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, str]:
     """The plan of the guide's conversion, and its last line on a GPU of so many bytes."""
     monkeypatch.setattr(devices, "total_memory", lambda device: memory)
-    monkeypatch.setattr(devices, "native_bfloat16", lambda device: True)
+    use_bfloat16(monkeypatch, native=True)
     monkeypatch.chdir(models)
     options = ConvertOptions(f"./{LLAMA}", kv_heads=8, method="refined", overwrite=True)
     plan = prepare(options)
@@ -159,7 +166,8 @@ def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
     _, line = plan_and_advice(GPU, models, monkeypatch)
     (advised,) = re.findall(r"look at the plan first: (gqa-uptrain .*)$", line)
     (planned,) = (one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" in one)
-    words = {word.removeprefix("./") for word in shlex.split(planned)} - {"--tokens", "10M"}
+    words = {word.removeprefix("./") for word in shlex.split(planned)}
+    words -= {"--tokens", "10M", "--data", "generated-*.jsonl"}
     assert set(shlex.split(advised)) == words
     assert f"\nnext        {line}\n" in PAGE.read_text()
 
@@ -176,14 +184,14 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
 ) -> None:
     _, record = dry_run(commands_of("gqa-uptrain")[0], models, monkeypatch)
     plan, _ = plan_and_advice(GPU, models, monkeypatch)
-    activations = default_training_memory(plan) - record["memory"]
+    activations = default_training_memory(plan, "cpu") - record["memory"]
     tokens = 2048
     layers = 32
     numbers = 17 * 4096
     # The advice counts the stored frequencies as weights of attention: weight, gradient and AdamW
     # in float32, and the teacher's in float16
     frequencies = 64 * layers
-    assert activations == 4 * numbers * layers * tokens + (4 + 4 + 8 + 2) * frequencies
+    assert activations == 2 * numbers * layers * tokens + (4 + 4 + 8 + 2) * frequencies
 
 
 def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,12 +231,12 @@ def test_the_result_of_a_step_is_the_input_of_the_next(
     names = {converted} | results
     (measured,) = commands_of("gqa-eval")
     assert names < set(shlex.split(measured))
-    served = [set(shlex.split(one)) for one in commands_of("vllm")]
+    served = [set(shlex.split(one)) for one in servers()]
     assert [bool(words & results) for words in served] == [False, True], "the base model first"
 
 
 def test_both_models_are_served_with_the_same_options() -> None:
-    base, result = (shlex.split(one)[3:] for one in commands_of("vllm"))
+    base, result = (shlex.split(one)[3:] for one in servers())
     assert base == result
 
 
@@ -258,7 +266,8 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the blocks repeat passages of the others; 8,192 tokens are held out."""
-    (training,) = (one for one in commands_of("gqa-uptrain") if "--data" in one)
+    trainings = (one for one in commands_of("gqa-uptrain") if "--data" in one)
+    (training,) = (one for one in trainings if "--dry-run" not in one)
     _, record = dry_run(training, models, monkeypatch)
     block = 2048
     blocks_of_run = record["steps"] * record["tokens_per_step"] // block

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from support.checkpoints import Result, run, snapshot
-from support.training import converted_beside_base, material
+from support.patches import use_bfloat16, use_speed
+from support.training import converted_beside_base, fresh_accelerator, material
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -125,6 +126,55 @@ def test_activations_follow_the_options_that_change_them(converted: Path) -> Non
     assert activations("--micro-batch", 2) == usual // 4
     assert activations("--precision", "bfloat16") == usual // 2
     assert activations("--gradient-checkpointing") == (layers + 17) * hidden_states
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_the_default_precision_is_bfloat16_where_the_device_has_it(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, native: bool, expected: str
+) -> None:
+    """The plan says it, and the run computes in it."""
+    use_bfloat16(monkeypatch, native)
+    words = [converted, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    assert plan(*words)["precision"] == expected
+
+    with fresh_accelerator():
+        done = uptrain(*words)
+    assert done.code == 0, done.err
+    assert line(done.out, "precision ").split()[1].rstrip(";") == expected
+    record = json.loads(
+        (converted.with_name("converted-uptrained") / "gqa_uptraining.json").read_text()
+    )
+    assert record["options"]["precision"] == expected
+
+
+def test_what_the_command_says_of_precision_goes_before_the_device(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_bfloat16(monkeypatch, native=True)
+    assert plan(converted, "--precision", "float32")["precision"] == "float32"
+
+
+def test_the_estimate_counts_what_each_parameter_takes(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each token: forward twice and backward once, with the gradients of what trains; the
+    teacher forward.
+    """
+    speed = 1e9
+    use_speed(monkeypatch, speed)
+    words = ("--tokens", 51200, "--batch-size", 1, "--context", 64)
+    needs = plan(converted, *words)
+    passes = 2 * needs["parameters"] + needs["trained"] + needs["teacher_parameters"]
+    expected = 2.0 * 2 * 51200 * passes / speed
+    assert needs["time"]["training"] == pytest.approx(expected)
+
+    again = plan(converted, *words, "--gradient-checkpointing")["time"]["training"]
+    assert again == pytest.approx(expected * (1 + needs["parameters"] / passes))
+
+    text = ("--data", material() / "data.jsonl", "--teacher", "none")
+    read = plan(converted, *words, *text)["time"]
+    assert read["generating"] == 0 < needs["time"]["generating"]
+    assert read["training"] < needs["time"]["training"]
 
 
 def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None:

@@ -17,7 +17,7 @@ Examples:
   torchrun --nproc_per_node 8 -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
       --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o stdlib-gqa2
   accelerate launch -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
-      --data corpus.jsonl -o stdlib-gqa2
+      --data train.jsonl -o stdlib-gqa2
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 from transformers import PreTrainedModel
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
-from gqa.core.devices import ranks
+from gqa.core.devices import find_device, ranks
 from gqa.core.errors import OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
@@ -24,7 +25,8 @@ from gqa.uptrain.run_length import (
     longest_block,
     settle_steps,
 )
-from gqa.uptrain.setup import Resolved, mixed_precision, resolve_options
+from gqa.uptrain.setup import Resolved, precision_name, resolve_options
+from gqa.uptrain.training_time import TrainingTime, step_seconds, writing_seconds
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class TrainingNeeds(TrainingMemory):
         activations: Of one forward pass, which `memory` does not count; None if only the data says
             how long a block is.
         result: Disk space of the result.
+        teacher_parameters: Number of parameters of the teacher; 0 without one.
     """
 
     parameters: int
     trained: int
     activations: int | None
     result: int
+    teacher_parameters: int
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,22 @@ class Length:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The plan of a run: options and models, length (None if only the data says it), needs, and
-    why its output could not be written.
+    """The plan of a run.
+
+    Attributes:
+        resolved: Options and models.
+        precision: The dtype of the computation.
+        length: None if only the data says it.
+        needs: Memory and disk space.
+        time: None if the length is not known.
+        warnings: Why its output could not be written.
     """
 
     resolved: Resolved
+    precision: str
     length: Length | None
     needs: TrainingNeeds
+    time: TrainingTime | None
     warnings: tuple[str, ...]
 
 
@@ -87,7 +100,14 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     _check_text(resolved.options)
     length = run_length(resolved, processes)
     needs = training_needs(resolved, length, processes)
-    return DryRun(resolved, length, needs, tuple(_output_warnings(resolved, needs)))
+    return DryRun(
+        resolved=resolved,
+        precision=precision_name(resolved.options),
+        length=length,
+        needs=needs,
+        time=_training_time(resolved, length, needs, processes),
+        warnings=tuple(_output_warnings(resolved, needs)),
+    )
 
 
 def _check_text(options: TrainOptions) -> None:
@@ -138,9 +158,11 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
     trained = model.num_parameters(only_trainable=True)
 
     teacher = 0
+    teacher_parameters = 0
     if resolved.teacher_checkpoint:
         empty = _empty_model(resolved.teacher_checkpoint, options, "auto")
         teacher = sum(parameter.nbytes for parameter in empty.parameters())
+        teacher_parameters = empty.num_parameters()
 
     memory = training_memory(parameters, trained, teacher, options.optimizer)
     return TrainingNeeds(
@@ -149,7 +171,40 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
         trained=trained,
         activations=_activations(resolved, length, processes),
         result=checkpoint.nbytes,
+        teacher_parameters=teacher_parameters,
     )
+
+
+def _training_time(
+    resolved: Resolved, length: Length | None, needs: TrainingNeeds, processes: int
+) -> TrainingTime | None:
+    """How long the run takes, if its length is known."""
+    options = resolved.options
+    hidden_size = getattr(resolved.config.get_text_config(decoder=True), "hidden_size", None)
+    if length is None or not hidden_size:
+        return None
+
+    device = find_device(options.device)
+    tokens = length.steps * length.tokens_per_step
+    training = step_seconds(
+        tokens,
+        parameters=needs.parameters,
+        trained=needs.trained,
+        teacher=needs.teacher_parameters,
+        checkpointing=options.gradient_checkpointing,
+        device=device,
+        hidden_size=hidden_size,
+        dtype=precision_name(options),
+    )
+
+    generating = 0.0
+    teacher = resolved.teacher_checkpoint
+    if teacher and is_self(options.data[0]):
+        heldout = 0 if options.heldout else options.heldout_tokens
+        generating = writing_seconds(
+            teacher, math.ceil((tokens + heldout) / length.block), length.block, device
+        )
+    return TrainingTime(device, generating, training / processes)
 
 
 def _activations(resolved: Resolved, length: Length | None, processes: int) -> int | None:
@@ -166,7 +221,7 @@ def _activations(resolved: Resolved, length: Length | None, processes: int) -> i
         hidden_size,
         layers,
         tokens=micro_batch * length.block,
-        number_bytes=4 if mixed_precision(options) == "no" else 2,
+        number_bytes=2 if precision_name(options) == "bfloat16" else 4,
         checkpointing=options.gradient_checkpointing,
     )
 

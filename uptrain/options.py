@@ -225,7 +225,7 @@ class TrainOptions(Options):
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
         "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else "
-        "float32]",
+        "bfloat16 where the device has instructions for it, else float32]",
         group=HARDWARE,
     )
     gradient_checkpointing: bool = option(

@@ -24,7 +24,7 @@ from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import check_config
 from gqa.core.console import SILENT, Watcher
-from gqa.core.devices import find_device, from_main, ranks
+from gqa.core.devices import default_device, find_device, from_main, native_bfloat16, ranks
 from gqa.core.errors import RefusedError, explain
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.build_data import build_data
@@ -294,11 +294,23 @@ def _process_device() -> torch.device:
 
 
 def mixed_precision(options: TrainOptions) -> str:
-    """--precision, or that of the launcher, by accelerate's names: `no` is float32."""
+    """--precision, or that of the launcher, or what is fast on the device, by accelerate's names:
+    `bf16`, or `no` for float32.
+    """
     if options.precision:
         return _ACCELERATE[options.precision]
-    # Not None: then it would be that of an earlier run in this process.
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+    of_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if of_launcher is not None:
+        return of_launcher
+    # Not None, which accelerate takes for the precision of an earlier run in this process.
+    return "bf16" if native_bfloat16(options.device or default_device()) else "no"
+
+
+def precision_name(options: TrainOptions) -> str:
+    """`mixed_precision` as --precision names it."""
+    short = mixed_precision(options)
+    return str(_PRECISION.get(short, short))
 
 
 def _refuse_other_launchers() -> None:

@@ -1,10 +1,10 @@
 """The files of one state of a training, which all ranks write and read.
 
-A state is a directory: weights, optimizer and the best weights so far as torch's distributed
-checkpoint, accelerate's own files (random states of every rank) and `trainer_state.json` with the
-progress and the run. It is written under a temporary name, and gets its own when it is complete.
-All ranks write into one directory, which several machines must share. accelerate reads random
-states with pickle: continue only from states that you made.
+A state is a directory: the weights that train, optimizer and the best weights so far as torch's
+distributed checkpoint, accelerate's own files (random states of every rank) and
+`trainer_state.json` with the progress and the run. It is written under a temporary name, and gets
+its own when it is complete. All ranks write into one directory, which several machines must share.
+accelerate reads random states with pickle: continue only from states that you made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from gqa.checkpoint.write import fsync_directory, fsync_file, write_text
 from gqa.core.devices import out_of_memory
@@ -38,6 +42,9 @@ TRAINED = "trained"  # the directory of the state whose training is done
 WEIGHTS = "weights.safetensors"  # in `trained`
 PARTIAL = ".partial"  # at the end of the name of a state that is not complete
 _SHARDS = "shards"
+# Frozen weights are those of the checkpoint: they are not saved, so a state need not have them.
+_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
 
@@ -117,7 +124,7 @@ def write_tensors(
     on all when all have written, or fails on all.
     """
     save_accelerator_state(str(directory), [], [], [], [], accelerator.process_index, 0)
-    weights, moments = get_state_dict(model, optimizer.optimizer)
+    weights, moments = get_state_dict(model, optimizer.optimizer, options=_TRAINED_ONLY)
     state_dict_saver.save(
         {"model": weights, "optimizer": moments, "best": best}, checkpoint_id=directory / _SHARDS
     )
@@ -169,13 +176,17 @@ def load(
     shards = path / _SHARDS
     with _readable(path):
         FileSystemReader(shards).read_metadata()  # `load` would log every error of it
-        weights, moments = get_state_dict(model, optimizer.optimizer)
+        weights, moments = get_state_dict(model, optimizer.optimizer, options=_TRAINED_ONLY)
         state_dict_loader.load({"model": weights, "best": best}, checkpoint_id=shards)
         # Parameters without gradients have no moments
         partial = DefaultLoadPlanner(allow_partial_load=True)
         state_dict_loader.load({"optimizer": moments}, checkpoint_id=shards, planner=partial)
         set_state_dict(
-            model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments
+            model,
+            optimizer.optimizer,
+            model_state_dict=weights,
+            optim_state_dict=moments,
+            options=_TRAINED_ONLY,
         )
 
         rank = accelerator.process_index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from gqa.convert.estimate import duration
 from gqa.convert.summary import size
 from gqa.core.errors import plural
 from gqa.uptrain.advice import next_line
@@ -14,6 +15,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.training_time import TrainingTime
 
 # The two held-out losses, in words.
 DISTILLATION = "KL divergence"
@@ -36,6 +38,7 @@ def plan_lines(run: Run) -> list[str]:
         f"data        {', '.join(setup.options.data)}: {setup.dataloader.summary}",
         _steps_line(setup),
         _optimizer_line(setup),
+        _precision_line(setup.options.precision),
         heldout_text(setup),
         output_line,
     ]
@@ -78,6 +81,10 @@ def dry_run_lines(plan: DryRun) -> list[str]:
             f"({plan.length.tokens_per_step:,} tokens)"
         )
 
+    lines.append(_precision_line(plan.precision))
+    if plan.time:
+        lines.append(f"estimate    {_time_text(plan.time)}")
+
     parts = [("weights", needs.weights), ("gradients", needs.gradients)]
     parts += [(options.optimizer, needs.optimizer), ("teacher", needs.teacher)]
     listed = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
@@ -95,7 +102,7 @@ def dry_run_lines(plan: DryRun) -> list[str]:
 
 
 def dry_run_record(plan: DryRun) -> dict[str, Any]:
-    """The same, JSON-ready; sizes in bytes."""
+    """The same, JSON-ready; sizes in bytes, times in seconds."""
     resolved = plan.resolved
     options = resolved.options
     return {
@@ -108,6 +115,8 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
         "tokens": options.tokens,
         "steps": plan.length.steps if plan.length else None,
         "tokens_per_step": plan.length.tokens_per_step if plan.length else None,
+        "precision": plan.precision,
+        "time": asdict(plan.time) if plan.time else None,
         **asdict(plan.needs),
         "state": plan.needs.state,
         "memory": plan.needs.memory,
@@ -147,6 +156,23 @@ def _optimizer_line(setup: Setup) -> str:
     return (
         f"optimizer   {options.optimizer}, learning rate {_peak_rate(options)}, "
         f"{options.schedule}, {warmup} warm-up steps"
+    )
+
+
+def _precision_line(precision: str | None) -> str:
+    if precision == "float32":
+        return "precision   float32"
+    return f"precision   {precision}; weights and optimizer in float32"
+
+
+def _time_text(time: TrainingTime) -> str:
+    """`about 2 hours on cpu: 40 minutes to generate the text, 80 minutes to train`."""
+    text = f"about {duration(time.total)} on {time.device}"
+    if not time.generating:
+        return text
+    return (
+        f"{text}: {duration(time.generating)} to generate the text, {duration(time.training)} to "
+        "train"
     )
 
 

@@ -42,7 +42,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.recast.targets import checkpoint_cache, recast_as_is
 from gqa.core.compat import attention_name
 from gqa.core.console import SILENT, Watcher
-from gqa.core.devices import fast_dtype, free_memory
+from gqa.core.devices import fast_dtype, free_memory, total_memory
 from gqa.core.errors import RefusedError, explain
 from gqa.corpus.blocks import MIX, START_EVERY, with_repeats
 from gqa.corpus.cache import cache_errors, datasets_cache
@@ -52,6 +52,7 @@ from gqa.models.loading import WEIGHTS_SHARE, cache_name, load_tokenizer
 
 MAX_BATCH = 64  # sequences that are sampled with one seed, at most
 MAX_CACHE_BYTES = 1 << 30  # KV cache of such a batch, at most
+_MAX_HOST_BYTES = 8 << 30  # of batches that are sampled at the same time on a CPU, at most
 BYTES_PER_LOGIT = 24  # of memory, while a token is drawn
 _KERNEL_SEQUENCES = 16384  # at a time, at most: attention kernels index them with 16 bits
 _CACHE_ROOM = 64  # tokens by which a KV cache grows
@@ -269,7 +270,7 @@ class _BlockSampler:
         """Batches that fit into the memory of the devices on which the model is, at least 1."""
         devices = {parameter.device for parameter in model.parameters()}
         # free_memory is None for parts of the model in host memory or on disk.
-        least = min(free_memory(device) or MAX_CACHE_BYTES for device in devices)
+        least = min(free_memory(device) or host_room() for device in devices)
         # Each device has its share of the layers, and of their caches.
         free = len(devices) * least
         return max(1, max_sequences(self.checkpoint, self.size, self.dtype, free) // self.batch)
@@ -417,6 +418,18 @@ def _append_batches(
                     f"{error.strerror} ({stored} of {batches} parts of the generated text are kept)"
                 )
                 raise OSError(error.errno, reason, str(path)) from error
+
+
+def host_room() -> int:
+    """Bytes of host memory for the sequences that are sampled at the same time on a CPU.
+
+    Each step reads all weights, so more sequences at a time are generated faster. But what an
+    interruption loses grows, too.
+    """
+    total = total_memory("cpu")
+    if total is None:
+        return MAX_CACHE_BYTES
+    return max(MAX_CACHE_BYTES, min(_MAX_HOST_BYTES, total // 4))
 
 
 def max_sequences(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 from gqa.checkpoint.files import TensorSpec
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.self_samples import BYTES_PER_LOGIT, MAX_BATCH, MAX_CACHE_BYTES
+from gqa.convert.merge.self_samples import (
+    BYTES_PER_LOGIT,
+    MAX_BATCH,
+    MAX_CACHE_BYTES,
+    host_room,
+)
 from gqa.convert.plan import Plan
+from gqa.core.devices import total_memory
 from gqa.corpus.specs import is_self
 
 # Passes of the whole model over the text: both streams, attention once more, products for W_O
@@ -139,23 +145,65 @@ def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int
 
 def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) -> Workload:
     """A workload on calibration text: with what it takes to generate the text."""
-    text = options.text
-    parameters = plan.checkpoint.parameters
-    generated = sum(tokens for source, tokens in text.shares() if is_self(source))
-
-    # Text is generated before anything is calibrated: the larger of both counts.
     memory = 4 * numbers
-    if generated:
-        kv_cache = min(MAX_CACHE_BYTES, text.total_tokens * plan.cache_before.bytes_per_token)
-        vocabulary = int(getattr(plan.config.text, "vocab_size", 0))
-        model = 2 * parameters  # in 16 bits
-        memory = max(memory, model + kv_cache + MAX_BATCH * vocabulary * BYTES_PER_LOGIT)
+    text = options.text
+    tokens = sum(count for source, count in text.shares() if is_self(source))
+    if not tokens:
+        return Workload(operations, memory)
 
-    batches = math.ceil(generated * plan.cache_before.bytes_per_token / MAX_CACHE_BYTES)
-    if options.device != "cpu":
-        batches = int(generated > 0)
+    generation = generation_workload(
+        parameters=plan.checkpoint.parameters,
+        layers=plan.config.layers,
+        vocabulary=int(getattr(plan.config.text, "vocab_size", 0)),
+        cache_bytes_per_token=plan.cache_before.bytes_per_token,
+        sequences=math.ceil(tokens / text.length),
+        length=text.length,
+        device=options.device,
+    )
     return Workload(
-        operations + _SAMPLING * 2 * generated * parameters,
-        memory,
-        token_steps=batches * text.length * plan.config.layers,
+        operations + generation.operations,
+        # Text is generated before anything is calibrated: the larger of both counts.
+        max(memory, generation.memory),
+        generation.token_steps,
+    )
+
+
+def generation_workload(
+    *,
+    parameters: int,
+    layers: int,
+    vocabulary: int,
+    cache_bytes_per_token: int,
+    sequences: int,
+    length: int,
+    device: str,
+) -> Workload:
+    """Of generating text, one token after the other in as many sequences as fit into memory.
+
+    Args:
+        parameters: Number of parameters of the model.
+        layers: Number of its layers.
+        vocabulary: Number of its tokens.
+        cache_bytes_per_token: Bytes of its KV cache.
+        sequences: Number of sequences.
+        length: Tokens of a sequence.
+        device: Where it writes.
+    """
+    model = 2 * parameters  # bytes, in 16 bits
+    sequence = length * cache_bytes_per_token + BYTES_PER_LOGIT * vocabulary
+
+    room = host_room()
+    if device != "cpu":
+        total = total_memory(device)
+        room = total - model if total else MAX_CACHE_BYTES
+    at_once = min(sequences, max(1, room * 3 // 4 // sequence))
+
+    # More than one batch at a time makes it faster, but is not needed.
+    needed = at_once
+    if device != "cpu":
+        needed = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
+    return Workload(
+        operations=_SAMPLING * 2 * sequences * length * parameters,
+        memory=model + needed * sequence,
+        token_steps=math.ceil(sequences / at_once) * length * layers,
     )

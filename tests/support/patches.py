@@ -61,7 +61,14 @@ def use_speed(patch: pytest.MonkeyPatch, flops: float) -> None:
     """A machine of so many floating-point operations a second, whatever this one does: estimates of
     time are then the same everywhere.
     """
-    patch.setattr("gqa.convert.estimate.measure_flops", lambda device, width: flops)
+    for module in ("convert.estimate", "uptrain.training_time"):
+        patch.setattr(f"gqa.{module}.measure_flops", lambda device, width, dtype="float32": flops)
+
+
+def use_bfloat16(patch: pytest.MonkeyPatch, native: bool) -> None:
+    """A CPU that has instructions for bfloat16 or not, and no launcher that chose a precision."""
+    patch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": native})
+    patch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
 
 def sample_at_once(patch: pytest.MonkeyPatch, count: int) -> None:
