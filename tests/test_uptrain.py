@@ -71,6 +71,7 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "data",
         "steps",
         "optimizer",
+        "precision",
         "held out",
         "output",
         "held out",

@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2, "precision": "bfloat16"},
+    "gone-back": {"learning_rate": 1.0, "warmup": 0, "eval_every": 2},
 }
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from gqa.core.errors import RefusedError
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import trained_names
+from gqa.uptrain.schedule import depends_on_length
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.weights import local_shard, stored_weights
@@ -39,6 +40,7 @@ def evaluate(
     lowest = progress.heldout_after
     if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
+        best.update(copy_trained(setup, model))
     elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
         progress.heldout_after = losses
         progress.best_step = progress.step
@@ -92,6 +94,27 @@ def means(sums: Tensor) -> list[float]:
     return [total / max(count, 1.0) for total in totals]
 
 
+def go_back(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> bool:
+    """After an evaluation: if the loss has not become lower, give the model the best weights so
+    far, and let the run go on from them at a lower learning rate.
+
+    How large a rate may be depends on the model, on its text and on the tokens of a step. One that
+    is too large shows in the held-out loss; without this, such a run would gain nothing. Not with a
+    constant schedule, where the first steps of a longer run are those of a shorter one.
+
+    Returns:
+        Whether the model went back.
+    """
+    is_better = progress.best_step == progress.step
+    is_last = progress.step == setup.dataloader.steps
+    if is_better or is_last or not depends_on_length(setup.options.schedule):
+        return False
+
+    _copy_into(state_dict(setup.accelerator, model), best)
+    progress.rate_cuts += 1
+    return True
+
+
 def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:
     """This process' weights with the lowest held-out loss, once training is done: the model's own,
     into which `best` is copied if an earlier step was better; the last ones if nothing is held out.
@@ -103,9 +126,15 @@ def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Wei
 
     weights = state_dict(setup.accelerator, model)
     if has_heldout and progress.best_step < progress.step:
-        for name, tensor in best.items():
-            local_shard(weights[name]).copy_(local_shard(tensor))
+        _copy_into(weights, best)
     return weights
+
+
+@torch.no_grad()
+def _copy_into(weights: Weights, best: Weights) -> None:
+    """Copy the best weights of this process into those of its model."""
+    for name, tensor in best.items():
+        local_shard(weights[name]).copy_(local_shard(tensor))
 
 
 def copy_trained(setup: Setup, model: Any) -> Weights:

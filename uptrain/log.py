@@ -9,6 +9,7 @@ import torch
 from gqa.checkpoint.write import finite, replacing
 from gqa.core.console import Watcher
 from gqa.core.devices import peak_memory
+from gqa.uptrain.schedule import RATE_CUT
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress
 
@@ -57,6 +58,16 @@ class Log:
         losses = self._shown_losses(progress, numbers)
         note = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self._watcher.update(note=", ".join([*note, f"{tokens_per_second:,.0f} tok/s"]))
+
+    def went_back(self, progress: TrainingProgress) -> None:
+        """Say that the run goes on from its best weights, at a lower learning rate."""
+        if self._is_main:
+            share = round(1 / RATE_CUT) ** progress.rate_cuts
+            self._watcher.note(
+                f"step {progress.step:,}: the held-out loss is not lower than at step "
+                f"{progress.best_step:,}; the run goes on from there, at 1/{share} of the learning "
+                "rate"
+            )
 
     def _append(self, line: str) -> None:
         """Append a line; warn once if that fails: a line of a log is not worth a training."""

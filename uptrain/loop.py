@@ -25,13 +25,14 @@ from gqa.uptrain.evaluation import (
     best_weights,
     copy_trained,
     evaluate,
+    go_back,
     means,
     zero_sums,
 )
 from gqa.uptrain.log import Log
 from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
-from gqa.uptrain.schedule import evaluation_interval, rate_factor, warmup_steps
+from gqa.uptrain.schedule import RATE_CUT, evaluation_interval, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
@@ -80,7 +81,8 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         reading_seconds = 0.0  # how long the batches of a step took to read
         while progress.step < steps:
             start = time.perf_counter()
-            rate = _learning_rate(setup, progress.step)
+            rate = _learning_rate(setup, progress)
+
             sums, norm = train_step(
                 accelerator, model, optimizer, batches.micro_batches, rate, setup.options.clip
             )
@@ -89,6 +91,8 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
 
             if _evaluates_after(setup, progress.step):
                 numbers |= evaluate(setup, model, progress, best)
+                if go_back(setup, model, progress, best):
+                    log.went_back(progress)
             log.step(progress, numbers, seconds)
 
             reading_seconds = batches.read_next()
@@ -176,7 +180,7 @@ def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress
     progress = TrainingProgress.of(setup.start.record)
 
     best: Weights = {}
-    if 0 < progress.best_step < setup.dataloader.steps:
+    if setup.dataloader.heldout_blocks:
         # `load` reads the saved weights into these, which have their names and shapes
         best = copy_trained(setup, model)
     load(setup.start, setup.accelerator, model, optimizer, best)
@@ -190,12 +194,13 @@ def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress
 # ----------------------------------------------------------------------------------------- one step
 
 
-def _learning_rate(setup: Setup, step: int) -> float:
-    """The learning rate of a step (from 0)."""
+def _learning_rate(setup: Setup, progress: TrainingProgress) -> float:
+    """The learning rate of the next step."""
     options = setup.options
     steps = setup.dataloader.steps
     warmup = warmup_steps(options.warmup, options.schedule, steps)
-    return base_rate(options) * rate_factor(step, steps, options.schedule, warmup)
+    factor = rate_factor(progress.step, steps, options.schedule, warmup)
+    return base_rate(options) * factor * RATE_CUT**progress.rate_cuts
 
 
 def train_step(

@@ -99,9 +99,12 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     """Losses in nats per token: the cross-entropy, and with a teacher also the divergence from it.
 
     `chosen_by`: which of the two is lowest at the best step; None if nothing is held out.
+    `rate_cuts`: how often the run went back to its best weights at a third of the learning rate.
+
     """
     distills = setup.options.distills
-    losses: dict[str, Any] = {"training": progress.loss}
+    losses: dict[str, Any] = {"training": progress.loss, "rate_cuts": progress.rate_cuts}
+
     for when, heldout in (("before", progress.heldout_before), ("after", progress.heldout_after)):
         losses[f"heldout_{when}"] = heldout and heldout["nats"]
         if distills:

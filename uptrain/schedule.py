@@ -17,6 +17,7 @@ _FACTORS: dict[Schedule, Callable[[float], float]] = {
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 MAX_WARMUP_STEPS = 100  # by default
+RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
 
 
 def depends_on_length(schedule: Schedule) -> bool:

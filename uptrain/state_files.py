@@ -54,7 +54,8 @@ class TrainingProgress:
     """The part of a state besides weights and optimizer. Losses are nats per token.
 
     heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`,
-    the step with the lowest loss so far; step 0 is the model before training.
+    the step with the lowest loss so far; step 0 is the model before training. rate_cuts: how often
+    the run has gone back to the best weights, each time with a lower learning rate.
     """
 
     step: int = 0
@@ -63,6 +64,7 @@ class TrainingProgress:
     heldout_before: dict[str, float] | None = None
     heldout_after: dict[str, float] | None = None
     loss: float | None = None
+    rate_cuts: int = 0
 
     @property
     def is_unchanged(self) -> bool:

@@ -1,0 +1,84 @@
+"""A run whose held-out loss rises goes back to its best weights, at a lower learning rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import losses, material, metrics, options_for, trained
+
+STEPS = 8
+EVERY = 2  # steps between two evaluations
+TOO_FAST = 1.0  # a learning rate that ruins the model in two steps
+TOO_SLOW = 1e-30  # one that changes no weight
+
+
+@pytest.fixture
+def converted() -> Path:
+    """A tiny model that its teacher can improve."""
+    return material() / "model"
+
+
+def run(model: Path, out: Path, rate: float, **given: Any) -> dict[str, Any]:
+    """The record of a run of a few steps, distilled and measured every two steps."""
+    options = {
+        "steps": STEPS,
+        "eval_every": EVERY,
+        "warmup": 0,
+        "schedule": "linear",
+        "heldout_tokens": 256,
+        "teacher": str(material() / "teacher"),
+    }
+    trained(options_for(model, out, learning_rate=rate, **options | given))
+    return dict(json.loads((out / "gqa_uptraining.json").read_text()))
+
+
+def rates(out: Path) -> list[float]:
+    """The learning rate of each step."""
+    return [record["learning_rate"] for record in metrics(out / "gqa_uptraining.jsonl")]
+
+
+def test_the_rate_falls_to_a_third_whenever_the_loss_has_not_fallen(
+    converted: Path, tmp_path: Path
+) -> None:
+    record = run(converted, tmp_path / "out", TOO_FAST)
+    steps = metrics(tmp_path / "out" / "gqa_uptraining.jsonl")
+
+    lowest = record["losses"]["distillation_before"]
+    cuts = 0
+    for number, step in enumerate(steps):
+        scheduled = TOO_FAST * (STEPS - number) / STEPS
+        assert step["learning_rate"] == pytest.approx(scheduled / 3**cuts)
+        is_last = step["step"] == STEPS
+        if "heldout_loss" in step and not is_last:
+            cuts += step["heldout_loss"] >= lowest
+            lowest = min(lowest, step["heldout_loss"])
+    assert record["losses"]["rate_cuts"] == cuts >= 1
+
+
+def test_the_run_goes_on_from_the_best_weights(converted: Path, tmp_path: Path) -> None:
+    """Here those of the start: after the first evaluation, a step has the loss of a model that
+    never changed. The step before it has not.
+    """
+    run(converted, tmp_path / "fast", TOO_FAST)
+    run(converted, tmp_path / "slow", TOO_SLOW)
+    fast = losses(tmp_path / "fast")
+    unchanged = losses(tmp_path / "slow")
+    assert fast[EVERY - 1] > 1.1 * unchanged[EVERY - 1]
+    assert fast[EVERY] == pytest.approx(unchanged[EVERY], rel=1e-6)
+
+
+def test_a_run_whose_loss_falls_keeps_its_rate(converted: Path, tmp_path: Path) -> None:
+    record = run(converted, tmp_path / "out", 1e-3)
+    assert record["losses"]["rate_cuts"] == 0
+    scheduled = [1e-3 * (STEPS - step) / STEPS for step in range(STEPS)]
+    assert rates(tmp_path / "out") == pytest.approx(scheduled)
+
+
+def test_a_constant_schedule_keeps_its_rate(converted: Path, tmp_path: Path) -> None:
+    """Its first steps are those of a longer run, whatever is measured between them."""
+    record = run(converted, tmp_path / "out", TOO_FAST, schedule="constant")
+    assert record["losses"]["rate_cuts"] == 0
+    assert rates(tmp_path / "out") == [TOO_FAST] * STEPS
