@@ -26,10 +26,14 @@ from support.training import (
     fresh_accelerator,
     material,
     metrics,
+    options_for,
     tiny_checkpoint,
+    trained,
+    training_model,
     words_for,
     write_corpus,
 )
+from transformers import AutoModelForImageTextToText
 
 from gqa.core.errors import RefusedError
 from gqa.uptrain import setup
@@ -343,3 +347,25 @@ def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert named >= {"/README.md", "/gqa_uptraining.json", "-state/metrics.jsonl"}
     for name in named:
         assert (tmp_path / f"out{name}").exists(), name
+
+
+def test_a_model_whose_code_cannot_mix_dtypes_is_refused_in_bfloat16(tmp_path: Path) -> None:
+    """DBRX adds outputs of experts, in bfloat16 under autocast, to sums in float32."""
+    model = tiny_checkpoint(tmp_path / "dbrx", "dbrx")
+    options = {"teacher": "none", "train": "all", "context": 32}
+    refused = "DbrxForCausalLM does not compute in bfloat16 .*; pass --precision float32"
+    with fresh_accelerator(), pytest.raises(RefusedError, match=refused):
+        trained(options_for(model, tmp_path / "out", precision="bfloat16", **options))
+    with fresh_accelerator():
+        trained(options_for(model, tmp_path / "out", precision="float32", **options))
+
+
+def test_a_model_that_trains_only_with_types_of_tokens(tmp_path: Path) -> None:
+    """Molmo 2: all tokens are text. The loss of the first step is transformers' own, without."""
+    path = tiny_checkpoint(tmp_path / "molmo2", "molmo2")
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    ids = torch.arange(20, 50)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids, use_cache=False).loss
+        summed, counts = training_model(model.train())(input_ids=ids)
+    assert float(summed / counts[0]) == pytest.approx(float(expected), rel=1e-5)

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.training import losses, material, metrics, options_for, trained
+
+from gqa.uptrain.optimizer import forget_moments, make_optimizer, set_rate
+from gqa.uptrain.options import TrainOptions
 
 STEPS = 8
 EVERY = 2  # steps between two evaluations
@@ -82,3 +86,34 @@ def test_a_constant_schedule_keeps_its_rate(converted: Path, tmp_path: Path) -> 
     record = run(converted, tmp_path / "out", TOO_FAST, schedule="constant")
     assert record["losses"]["rate_cuts"] == 0
     assert rates(tmp_path / "out") == [TOO_FAST] * STEPS
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_an_optimizer_without_moments_steps_like_a_new_one(name: str) -> None:
+    weights = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+    def made() -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Linear(4, 6, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(weights)
+        return model, make_optimizer(model, TrainOptions("model", optimizer=name))
+
+    def step(model: torch.nn.Module, optimizer: Any, scale: float) -> None:
+        (parameter,) = model.parameters()
+        parameter.grad = scale * weights.flip(0)
+        set_rate(optimizer, 1e-2)
+        optimizer.step()
+
+    used, its_optimizer = made()
+    for _ in range(3):
+        step(used, its_optimizer, scale=-50.0)
+    (parameter,) = used.parameters()
+    with torch.no_grad():
+        parameter.copy_(weights)
+    new, other_optimizer = made()
+
+    forget_moments(its_optimizer)
+    step(used, its_optimizer, scale=1.0)
+    step(new, other_optimizer, scale=1.0)
+    assert torch.equal(parameter, next(new.parameters()))
+    assert not torch.equal(parameter, weights)

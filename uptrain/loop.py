@@ -30,7 +30,7 @@ from gqa.uptrain.evaluation import (
     zero_sums,
 )
 from gqa.uptrain.log import Log
-from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
+from gqa.uptrain.optimizer import base_rate, forget_moments, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import RATE_CUT, evaluation_interval, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
@@ -92,6 +92,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
             if _evaluates_after(setup, progress.step):
                 numbers |= evaluate(setup, model, progress, best)
                 if go_back(setup, model, progress, best):
+                    forget_moments(optimizer)
                     log.went_back(progress)
             log.step(progress, numbers, seconds)
 

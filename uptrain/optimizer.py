@@ -83,6 +83,21 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 
 @torch.no_grad()
+def forget_moments(optimizer: Any) -> None:
+    """Set the state of an optimizer to what it is before the first step: moments of gradients that
+    other weights had would lead astray.
+
+    The entries stay, since a saved state has them.
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            else:
+                state[name] = type(value)(0)
+
+
+@torch.no_grad()
 def weight_sizes(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """What a learning rate is relative to: the root mean square of each weight, by name.
 

@@ -120,6 +120,11 @@ def _check_result(setup: Setup) -> None:
 def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | None:
     """An error of `train` as one that says what the user can do about it; None if nothing."""
     if not out_of_memory(error):
+        if _mixes_dtypes(setup, error):
+            return RefusedError(
+                f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); "
+                "pass --precision float32"
+            )
         if not setup.options.compile:
             return None
         return RefusedError(
@@ -137,6 +142,15 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
             f"{setup.states.remains()}"
         )
     return NoMemoryError(advice)
+
+
+def _mixes_dtypes(setup: Setup, error: Exception) -> bool:
+    """Whether an error is that code of a model, like DBRX's, cannot mix float32 with the bfloat16
+    of autocast. torch has only messages for it.
+    """
+    words = ("same scalar type", "same dtype", "expected scalar type")
+    autocast = setup.accelerator.mixed_precision == "bf16"
+    return autocast and any(part in str(error) for part in words)
 
 
 def _save_and_write(

@@ -68,6 +68,7 @@ class TrainingModel(nn.Module):
             distillation) over them.
         """
         inputs, targets = split_batch(batch)
+        inputs |= text_types(self.model, inputs["input_ids"])
         if "labels" in batch:
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
         hidden = self._head.hidden(**inputs).flatten(0, 1)
@@ -125,6 +126,13 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
     if "loss_mask" in batch:
         targets = targets.masked_fill(batch["loss_mask"][:, 1:] == 0, -100)
     return {"input_ids": ids[:, :-1]}, targets.flatten()
+
+
+def text_types(model: PreTrainedModel, ids: Tensor) -> Batch:
+    """The types of tokens, all text, for models that do not train without them (Molmo 2)."""
+    if model.config.model_type != "molmo2":
+        return {}
+    return {"mm_token_type_ids": torch.zeros_like(ids)}
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
