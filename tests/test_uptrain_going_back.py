@@ -12,6 +12,7 @@ from support.training import losses, material, metrics, options_for, trained
 
 from gqa.uptrain.optimizer import forget_moments, make_optimizer, set_rate
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.schedule import evaluates_after
 
 STEPS = 8
 EVERY = 2  # steps between two evaluations
@@ -117,3 +118,13 @@ def test_an_optimizer_without_moments_steps_like_a_new_one(name: str) -> None:
     step(new, other_optimizer, scale=1.0)
     assert torch.equal(parameter, next(new.parameters()))
     assert not torch.equal(parameter, weights)
+
+
+def test_a_run_is_measured_early_and_four_times() -> None:
+    def measured(steps: int, every: int | None = None) -> list[int]:
+        return [step for step in range(1, steps + 1) if evaluates_after(step, steps, every)]
+
+    assert measured(256) == [16, 64, 128, 192, 256]
+    assert measured(250) == [15, 63, 126, 189, 250]
+    assert measured(8) == [2, 4, 6, 8]
+    assert measured(100, every=30) == [30, 60, 90, 100]

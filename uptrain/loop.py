@@ -32,7 +32,7 @@ from gqa.uptrain.evaluation import (
 from gqa.uptrain.log import Log
 from gqa.uptrain.optimizer import base_rate, forget_moments, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
-from gqa.uptrain.schedule import RATE_CUT, evaluation_interval, rate_factor, warmup_steps
+from gqa.uptrain.schedule import RATE_CUT, evaluates_after, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
@@ -292,9 +292,9 @@ def _add_step(
 
 def _evaluates_after(setup: Setup, step: int) -> bool:
     """Whether the held-out losses are measured once `step` steps are done."""
-    steps = setup.dataloader.steps
-    interval = evaluation_interval(setup.options.eval_every, steps)
-    return bool(setup.dataloader.heldout_blocks) and (step == steps or step % interval == 0)
+    if not setup.dataloader.heldout_blocks:
+        return False
+    return evaluates_after(step, setup.dataloader.steps, setup.options.eval_every)
 
 
 # -------------------------------------------------------------------------------- between two steps

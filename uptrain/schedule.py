@@ -16,6 +16,7 @@ _FACTORS: dict[Schedule, Callable[[float], float]] = {
 }
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
+_EARLY = 16  # and one after this part of its steps, since a rate that is too high shows early
 MAX_WARMUP_STEPS = 100  # by default
 RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
 
@@ -43,6 +44,12 @@ def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
 def evaluation_interval(eval_every: int | None, steps: int) -> int:
     """Steps between two held-out evaluations."""
     return eval_every or math.ceil(steps / EVALUATIONS)
+
+
+def evaluates_after(step: int, steps: int, eval_every: int | None) -> bool:
+    """Whether the held-out losses are measured once `step` of `steps` are done."""
+    is_early = eval_every is None and step == steps // _EARLY
+    return is_early or step == steps or step % evaluation_interval(eval_every, steps) == 0
 
 
 def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0) -> float:
