@@ -25,6 +25,10 @@ _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 # layers on an H200 (docs/results.md).
 _STEP_SECONDS = 5e-4
 _GPU_STEP_SECONDS = 1.2e-3
+# Of KV caches that are read.
+_CACHE_BYTES_A_SECOND = 1e10
+_GPU_CACHE_BYTES_A_SECOND = 1e12
+
 _OVERHEAD_BYTES = 8 << 20
 
 
@@ -45,8 +49,14 @@ def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, i
 
 def workload_seconds(workload: Workload, device: str, width: int) -> float:
     """Seconds that a workload takes on a device, with matrices of this width."""
-    step = _STEP_SECONDS if device == "cpu" else _GPU_STEP_SECONDS
-    return workload.operations / measure_flops(device, width) + workload.token_steps * step
+    step = _STEP_SECONDS
+    bandwidth = _CACHE_BYTES_A_SECOND
+    if device != "cpu":
+        step = _GPU_STEP_SECONDS
+        bandwidth = _GPU_CACHE_BYTES_A_SECOND
+
+    computing = workload.operations / measure_flops(device, width)
+    return computing + workload.token_steps * step + workload.cache_bytes / bandwidth
 
 
 def duration(seconds: float) -> str:

@@ -154,6 +154,16 @@ def test_what_the_command_says_of_precision_goes_before_the_device(
     assert plan(converted, "--precision", "float32")["precision"] == "float32"
 
 
+def test_a_precision_of_the_launcher_that_cannot_be_used_is_refused(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    refused = "the launcher sets fp16, which cannot be used; pass --precision bfloat16 or float32"
+    done = uptrain(converted, "--dry-run")
+    assert done.code == 2
+    assert refused in done.err
+
+
 def test_the_estimate_counts_what_each_parameter_takes(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,11 +276,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         # accelerate copies the device of the process into this state whenever it makes an object.
         ranks().device = torch.device(device)
         accelerator.state.device = torch.device(device)
-    if accelerator.mixed_precision not in _PRECISION:
-        raise RefusedError(
-            f"the launcher sets {accelerator.mixed_precision}, which cannot be used; pass "
-            "--precision bfloat16 or float32"
-        )
+    _name_of_precision(accelerator.mixed_precision)
+
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, options)
     return accelerator
@@ -308,9 +305,17 @@ def mixed_precision(options: TrainOptions) -> str:
 
 
 def precision_name(options: TrainOptions) -> str:
-    """`mixed_precision` as --precision names it."""
-    short = mixed_precision(options)
-    return str(_PRECISION.get(short, short))
+    """`mixed_precision` as --precision names it. Raises RefusedError for other dtypes."""
+    return _name_of_precision(mixed_precision(options))
+
+
+def _name_of_precision(short: str) -> str:
+    """A precision as --precision names it, by accelerate's name."""
+    if short not in _PRECISION:
+        raise RefusedError(
+            f"the launcher sets {short}, which cannot be used; pass --precision bfloat16 or float32"
+        )
+    return str(_PRECISION[short])
 
 
 def _refuse_other_launchers() -> None:

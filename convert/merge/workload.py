@@ -41,11 +41,13 @@ class Workload:
     memory: Bytes held at the most.
     token_steps: Layers that compute one token of each text in a batch, which takes its time however
         small they are.
+    cache_bytes: Bytes of KV caches that are read while text is generated.
     """
 
     operations: float
     memory: int
     token_steps: int = 0
+    cache_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
         # Text is generated before anything is calibrated: the larger of both counts.
         max(memory, generation.memory),
         generation.token_steps,
+        generation.cache_bytes,
     )
 
 
@@ -206,4 +209,6 @@ def generation_workload(
         operations=_SAMPLING * 2 * sequences * length * parameters,
         memory=model + needed * sequence,
         token_steps=math.ceil(sequences / at_once) * length * layers,
+        # Each token reads those before it, half of the sequence on average.
+        cache_bytes=sequences * length * cache_bytes_per_token * length / 2,
     )
