@@ -18,12 +18,14 @@ from gqa.convert.merge.self_samples import (
     host_room,
 )
 from gqa.convert.plan import Plan
-from gqa.core.devices import total_memory
+from gqa.core.devices import native_bfloat16, total_memory
 from gqa.corpus.specs import is_self
 
 # Passes of the whole model over the text: both streams, attention once more, products for W_O
 _PASSES = 4.0
-_SAMPLING = 2.0  # passes that sampling takes, one token at a time
+# Passes that sampling takes, one token at a time; the second where bfloat16 is native
+_SAMPLING = 2.0
+_SAMPLING_BFLOAT16 = 1.0
 _TRAINING = 3.0  # forward passes that a step of training takes
 # Hidden states of the text: both streams, targets, and part of one while they are computed
 _STREAM_COPIES = 3.5
@@ -205,8 +207,9 @@ def generation_workload(
     needed = at_once
     if device != "cpu":
         needed = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
+    passes = _SAMPLING_BFLOAT16 if native_bfloat16(device) else _SAMPLING
     return Workload(
-        operations=_SAMPLING * 2 * sequences * length * parameters,
+        operations=passes * 2 * sequences * length * parameters,
         memory=model + needed * sequence,
         token_steps=math.ceil(sequences / at_once) * length * layers,
         # Each token reads those before it, half of the sequence on average.
