@@ -51,7 +51,7 @@ def workload_seconds(workload: Workload, device: str, width: int) -> float:
     """Seconds that a workload takes on a device, with matrices of this width."""
     step = _STEP_SECONDS
     bandwidth = _CACHE_BYTES_A_SECOND
-    if device != "cpu":
+    if not device.startswith("cpu"):
         step = _GPU_STEP_SECONDS
         bandwidth = _GPU_CACHE_BYTES_A_SECOND
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +37,9 @@ from gqa.uptrain.state_files import State
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
-_PRECISION: dict[str, Any] = {"no": "float32", "bf16": "bfloat16"}  # by accelerate's names
+Precision = Literal["float32", "bfloat16"]
+# By accelerate's names
+_PRECISION: dict[str, Precision] = {"no": "float32", "bf16": "bfloat16"}
 _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 
 
@@ -99,7 +101,10 @@ class Setup(Run):
 
     Attributes:
         options: With all defaults decided.
-        training_model: The model with its loss and its teacher.
+        model: The model that is trained.
+        training_model: The same with its loss and its teacher.
+        dataloader: The text, in blocks.
+
         micro_batch: Blocks of one forward pass on one process.
     """
 
@@ -179,22 +184,22 @@ def open_run(
     require_space(checkpoint.nbytes, out)
 
     accelerator = make_accelerator(options)
-    options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
+    options = replace(options, precision=precision_name(options))
     run = describe_run(options, checkpoint, base, str(accelerator.device), argv)
     directory = out.with_name(f"{out.name}-state")
     states = find_states(directory, run) if found_elsewhere else States(directory)
     start = from_main(lambda: states.start(run))
     return Run(
-        options,
-        out,
-        resolved.teacher_text,
-        accelerator,
-        checkpoint,
-        base,
-        resolved.config,
-        states,
-        run,
-        start,
+        options=options,
+        out=out,
+        teacher_text=resolved.teacher_text,
+        accelerator=accelerator,
+        checkpoint=checkpoint,
+        teacher_checkpoint=base,
+        config=resolved.config,
+        states=states,
+        run=run,
+        start=start,
     )
 
 
@@ -242,6 +247,7 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
     _refuse_other_launchers()
+    precision = mixed_precision(options)
     processes = ranks().num_processes
     if options.device and processes > 1:
         raise RefusedError(
@@ -255,7 +261,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         ranks().device = _process_device()
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision(options),
+            mixed_precision=precision,
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1, sync_with_dataloader=False
@@ -276,8 +282,6 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         # accelerate copies the device of the process into this state whenever it makes an object.
         ranks().device = torch.device(device)
         accelerator.state.device = torch.device(device)
-    _name_of_precision(accelerator.mixed_precision)
-
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, options)
     return accelerator
@@ -292,30 +296,27 @@ def _process_device() -> torch.device:
 
 def mixed_precision(options: TrainOptions) -> str:
     """--precision, or that of the launcher, or what is fast on the device, by accelerate's names:
-    `bf16`, or `no` for float32.
+    `bf16`, or `no` for float32. Raises RefusedError if the launcher sets another one.
     """
     if options.precision:
         return _ACCELERATE[options.precision]
 
     of_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if of_launcher is not None:
+        if of_launcher not in _PRECISION:
+            raise RefusedError(
+                f"the launcher sets {of_launcher}, which cannot be used; pass --precision bfloat16 "
+                "or float32"
+            )
         return of_launcher
+
     # Not None, which accelerate takes for the precision of an earlier run in this process.
     return "bf16" if native_bfloat16(options.device or default_device()) else "no"
 
 
-def precision_name(options: TrainOptions) -> str:
-    """`mixed_precision` as --precision names it. Raises RefusedError for other dtypes."""
-    return _name_of_precision(mixed_precision(options))
-
-
-def _name_of_precision(short: str) -> str:
-    """A precision as --precision names it, by accelerate's name."""
-    if short not in _PRECISION:
-        raise RefusedError(
-            f"the launcher sets {short}, which cannot be used; pass --precision bfloat16 or float32"
-        )
-    return str(_PRECISION[short])
+def precision_name(options: TrainOptions) -> Precision:
+    """`mixed_precision` as --precision names it."""
+    return _PRECISION[mixed_precision(options)]
 
 
 def _refuse_other_launchers() -> None:

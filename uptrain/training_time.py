@@ -67,7 +67,7 @@ def step_seconds(
     backward = parameters + trained  # gradients of activations, and of weights
     # Each parameter multiplies and adds once.
     operations = 2 * tokens * (forward + backward + teacher)
-    if device == "cpu":
+    if device.startswith("cpu"):
         return _CPU_OVERHEAD[dtype] * operations / measure_flops(device, hidden_size)
     return _GPU_OVERHEAD * operations / measure_flops(device, hidden_size, dtype)
 

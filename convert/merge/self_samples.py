@@ -439,6 +439,11 @@ def max_sequences(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free:
     vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
     logits_bytes = BYTES_PER_LOGIT * vocabulary
     sequence_bytes = _cache_bytes(checkpoint, length, dtype) + logits_bytes
+    return sequences_in(free, sequence_bytes)
+
+
+def sequences_in(free: int, sequence_bytes: int) -> int:
+    """Number of sequences of so many bytes that are sampled at the same time in `free` bytes."""
     return min(_KERNEL_SEQUENCES, free * 3 // 4 // sequence_bytes)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gqa.checkpoint.files import TensorSpec
 from gqa.convert.merge.options import MapsOptions
@@ -16,6 +16,7 @@ from gqa.convert.merge.self_samples import (
     MAX_BATCH,
     MAX_CACHE_BYTES,
     host_room,
+    sequences_in,
 )
 from gqa.convert.plan import Plan
 from gqa.core.devices import native_bfloat16, total_memory
@@ -23,7 +24,8 @@ from gqa.corpus.specs import is_self
 
 # Passes of the whole model over the text: both streams, attention once more, products for W_O
 _PASSES = 4.0
-# Passes that sampling takes, one token at a time; the second where bfloat16 is native
+# Forward passes in float32 that take as long as sampling, one token at a time; fewer where bfloat16
+# is native.
 _SAMPLING = 2.0
 _SAMPLING_BFLOAT16 = 1.0
 _TRAINING = 3.0  # forward passes that a step of training takes
@@ -37,7 +39,7 @@ _MUON = 5  # iterations for each matrix and step
 
 @dataclass(frozen=True)
 class Workload:
-    """What a method takes until its maps are found.
+    """What a method takes until its maps are found, or a model until it has generated text.
 
     operations: Multiplications and additions, of float32.
     memory: Bytes held at the most.
@@ -164,12 +166,11 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
         length=text.length,
         device=options.device,
     )
-    return Workload(
-        operations + generation.operations,
+    return replace(
+        generation,
+        operations=operations + generation.operations,
         # Text is generated before anything is calibrated: the larger of both counts.
-        max(memory, generation.memory),
-        generation.token_steps,
-        generation.cache_bytes,
+        memory=max(memory, generation.memory),
     )
 
 
@@ -194,24 +195,25 @@ def generation_workload(
         length: Tokens of a sequence.
         device: Where it writes.
     """
-    model = 2 * parameters  # bytes, in 16 bits
+    weights = 2 * parameters  # bytes, in 16 bits
     sequence = length * cache_bytes_per_token + BYTES_PER_LOGIT * vocabulary
 
-    room = host_room()
-    if device != "cpu":
+    if device.startswith("cpu"):
+        at_once = min(sequences, max(1, sequences_in(host_room(), sequence)))
+        held = at_once
+    else:
         total = total_memory(device)
-        room = total - model if total else MAX_CACHE_BYTES
-    at_once = min(sequences, max(1, room * 3 // 4 // sequence))
+        free = MAX_CACHE_BYTES if total is None else max(0, total - weights)
+        at_once = min(sequences, max(1, sequences_in(free, sequence)))
+        # A GPU takes as many as fit, but one batch is all that it needs memory for.
+        held = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
 
-    # More than one batch at a time makes it faster, but is not needed.
-    needed = at_once
-    if device != "cpu":
-        needed = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
+    rounds = math.ceil(sequences / at_once)
     passes = _SAMPLING_BFLOAT16 if native_bfloat16(device) else _SAMPLING
     return Workload(
         operations=passes * 2 * sequences * length * parameters,
-        memory=model + needed * sequence,
-        token_steps=math.ceil(sequences / at_once) * length * layers,
+        memory=weights + held * sequence,
+        token_steps=rounds * length * layers,
         # Each token reads those before it, half of the sequence on average.
         cache_bytes=sequences * length * cache_bytes_per_token * length / 2,
     )
