@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import losses, material, metrics, options_for, trained
+from support.faults import shard
+from support.training import Runs, Step, losses, material, metrics, options_for, trained
 
 from gqa.uptrain.optimizer import forget_moments, make_optimizer, set_rate
 from gqa.uptrain.options import TrainOptions
@@ -128,3 +129,29 @@ def test_a_run_is_measured_early_and_four_times() -> None:
     assert measured(250) == [15, 63, 126, 189, 250]
     assert measured(8) == [2, 4, 6, 8]
     assert measured(100, every=30) == [30, 60, 90, 100]
+
+
+def test_processes_and_shards_go_back_alike(runs: Runs, tmp_path: Path) -> None:
+    options = {
+        "steps": STEPS,
+        "eval_every": EVERY,
+        "warmup": 0,
+        "learning_rate": TOO_FAST,
+        "teacher": "teacher",
+        "heldout_tokens": 256,
+    }
+    ways: dict[str, tuple[int, list[Step]]] = {
+        "one": (1, []),
+        "two": (2, []),
+        "shards": (2, [shard]),
+    }
+    for name, (ranks, before) in ways.items():
+        runs.finish(*runs.words(tmp_path / name, **options), ranks=ranks, before=before)
+
+    assert rates(tmp_path / "one")[EVERY] < TOO_FAST / 2, "it has gone back"
+    for name in ("two", "shards"):
+        assert rates(tmp_path / name) == pytest.approx(rates(tmp_path / "one"))
+        # The steps until it went back, and the first one after it.
+        until = EVERY + 1
+        expected = losses(tmp_path / "one")[:until]
+        assert losses(tmp_path / name)[:until] == pytest.approx(expected, rel=1e-3)
