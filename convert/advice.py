@@ -6,7 +6,7 @@ left out where the model does not allow it.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.methods.base import Method
 from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.output import default_directory
-from gqa.convert.plan import Plan
+from gqa.convert.plan import OutputTensor, Plan
 from gqa.convert.summary import quality_loss, quality_text, size
 from gqa.core import devices
 from gqa.core.console import operand
@@ -215,22 +215,47 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
 def default_training_memory(plan: Plan, device: str) -> int:
     """Bytes that gqa-uptrain of the result needs on a device with its default options, roughly."""
     trained = parameters = plan.parameters_after
+    rounded = 0
+    shared = 0
+    autocast = devices.native_bfloat16(device)
     assert plan.merge_method is not None
     if plan.merge_method.reads != "nothing":  # then attention alone trains
-        paths = tuple(f"{module.path}." for module in plan.modules)
-        sizes = [math.prod(one.shape) for one in plan.tensors if one.name.startswith(paths)]
-        trained = sum(sizes)
+        attention = tuple(f"{module.path}." for module in plan.modules)
+        trained = sum(one.numel for one in plan.tensors if one.name.startswith(attention))
+        if autocast:
+            frozen = list(_frozen_matrices(plan, attention))
+            rounded = sum(one.numel for one in frozen)
+            shared = sum(one.nbytes for one in frozen)
 
     config = transformers_config(plan.new_config)
     block = min(positions(config) or MAX_BLOCK, MAX_BLOCK)
-    needs = training_memory(parameters, trained, plan.checkpoint.nbytes)
+    needs = training_memory(
+        parameters,
+        trained,
+        plan.checkpoint.nbytes,
+        autocast=autocast,
+        rounded=rounded,
+        shared=shared,
+    )
     activations = activation_memory(
         hidden_size=int(plan.config.text.hidden_size),
         layers=plan.config.layers,
         tokens=block,
-        number_bytes=2 if devices.native_bfloat16(device) else 4,
+        number_bytes=2 if autocast else 4,
     )
     return needs.memory + activations
+
+
+def _frozen_matrices(plan: Plan, attention: tuple[str, ...]) -> Iterator[OutputTensor]:
+    """Matrices of the layers outside of attention that `gqa-uptrain` surely keeps in bfloat16, once
+    for model and teacher. Experts are not among them, which classes keep in larger tensors.
+    """
+    for one in plan.tensors:
+        is_in_layer = re.search(r"\.\d+\.", one.name)
+        is_expert = "expert" in one.name
+        is_matrix = len(one.shape) == 2
+        if is_in_layer and is_matrix and not is_expert and not one.name.startswith(attention):
+            yield one
 
 
 def _fits_training(plan: Plan, options: ConvertOptions) -> bool:

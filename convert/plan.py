@@ -31,6 +31,10 @@ class OutputTensor:
     change: Change | None = None
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         return byte_size(self.dtype, self.shape)
 
@@ -137,7 +141,7 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+        return sum(tensor.numel for tensor in self.tensors)
 
 
 def fewest_heads(groups: Groups) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FLOAT32 = 4  # bytes
+_BFLOAT16 = 2
 _ADAMW = 2 * _FLOAT32  # two moments of each trained parameter; Adafactor has next to none
 
 # Most tokens of a block, unless --context says otherwise.
@@ -19,13 +20,17 @@ class TrainingMemory:
     """What a run on one GPU keeps, in bytes, besides activations.
 
     Attributes:
-        weights: The model, in float32.
+        weights: The model, in float32; frozen linear layers in bfloat16 under autocast.
+        copies: Of the trained parameters in bfloat16, which autocast keeps until the backward pass
+            has ended.
         gradients: Of the trained parameters, in float32.
         optimizer: State of the optimizer.
-        teacher: The teacher in its stored dtype, as on a GPU; 0 without one.
+        teacher: What the teacher does not share with the model, in its stored dtype, as on a GPU; 0
+            without one.
     """
 
     weights: int
+    copies: int
     gradients: int
     optimizer: int
     teacher: int
@@ -33,7 +38,7 @@ class TrainingMemory:
     @property
     def memory(self) -> int:
         """Bytes on the GPU, without activations."""
-        return self.weights + self.gradients + self.optimizer + self.teacher
+        return self.weights + self.copies + self.gradients + self.optimizer + self.teacher
 
     @property
     def state(self) -> int:
@@ -45,14 +50,32 @@ class TrainingMemory:
 
 
 def training_memory(
-    parameters: int, trained: int, teacher: int, optimizer: str = "adamw"
+    parameters: int,
+    trained: int,
+    teacher: int,
+    optimizer: str = "adamw",
+    *,
+    autocast: bool = False,
+    rounded: int = 0,
+    shared: int = 0,
 ) -> TrainingMemory:
-    """Memory from the number of parameters, of those that train, and the bytes of the teacher."""
+    """Memory of a run.
+
+    Args:
+        parameters: Number of parameters of the model.
+        trained: Number of those that train.
+        teacher: Bytes of the teacher.
+        optimizer: adamw or adafactor.
+        autocast: Whether the run computes in bfloat16.
+        rounded: Number of frozen parameters that are stored in bfloat16.
+        shared: Bytes of the teacher that are weights of the model too.
+    """
     return TrainingMemory(
-        weights=_FLOAT32 * parameters,
+        weights=_FLOAT32 * (parameters - rounded) + _BFLOAT16 * rounded,
+        copies=_BFLOAT16 * trained if autocast else 0,
         gradients=_FLOAT32 * trained,
         optimizer=_ADAMW * trained if optimizer == "adamw" else 0,
-        teacher=teacher,
+        teacher=teacher - shared,
     )
 
 

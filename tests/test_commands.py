@@ -325,6 +325,15 @@ def test_an_option_without_a_group_of_help_is_refused() -> None:
         core_options.command(Lost)(print)
 
 
+@pytest.mark.parametrize("name", ["convert", "uptrain", "eval", "study"])
+def test_every_command_runs_as_a_module(name: str) -> None:
+    """Launchers start modules: `accelerate launch -m gqa.uptrain`."""
+    words = [sys.executable, "-m", f"gqa.{name}", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    program = {"study": "ablate"}.get(name, name)
+    assert done.stdout.startswith(f"gqa-{program} ")
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option once, in sentences; quickly."""

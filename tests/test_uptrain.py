@@ -360,6 +360,31 @@ def test_a_model_whose_code_cannot_mix_dtypes_is_refused_in_bfloat16(tmp_path: P
         trained(options_for(model, tmp_path / "out", precision="float32", **options))
 
 
+def test_a_class_that_fails_on_text_is_refused(tmp_path: Path) -> None:
+    """Kyutai's model reads the codes of audio beside each token."""
+    model = tiny_checkpoint(tmp_path / "kyutai", "kyutai_speech_to_text")
+    refused = "KyutaiSpeechToTextForConditionalGeneration cannot be trained on text: it fails on 16"
+    with fresh_accelerator(), pytest.raises(RefusedError, match=refused):
+        trained(options_for(model, tmp_path / "out", teacher="none", train="all", context=32))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma", "granite_swa"])
+def test_a_class_without_sdpa_trains_by_default(tmp_path: Path, family: str) -> None:
+    model = tiny_checkpoint(tmp_path / "model", family)
+    options = {"teacher": "none", "train": "all", "context": 32}
+    with fresh_accelerator():
+        progress, _ = trained(options_for(model, tmp_path / "out", **options))
+    assert progress.step == 2
+
+
+def test_a_class_with_sdpa_uses_it_by_default(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    with fresh_accelerator():
+        ready: Any = setup.prepare(options_for(model, tmp_path / "out", teacher="none"))
+    assert ready.model.config._attn_implementation == "sdpa"
+
+
 def test_a_model_that_trains_only_with_types_of_tokens(tmp_path: Path) -> None:
     """Molmo 2: all tokens are text. The loss of the first step is transformers' own, without."""
     path = tiny_checkpoint(tmp_path / "molmo2", "molmo2")

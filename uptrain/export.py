@@ -93,9 +93,9 @@ def _layout(checkpoint: Checkpoint) -> set[tuple[str, str, tuple[int, ...]]]:
 def result_tensors(
     model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint
 ) -> ReadTensor:
-    """Make tensors of the result from whole trained weights; read those that the class does not use
-    from the source, and all if there are no weights. What is returned raises OutputError if a
-    number is too large for its dtype.
+    """Make tensors of the result from whole trained weights, those of `exported_weights`; read the
+    others from the source, and all if there are no weights. What is returned raises OutputError if
+    a number is too large for its dtype.
     """
     stored = saved_tensors(model, merge_adapters(weights)) if weights else {}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import out_of_memory
 from gqa.core.errors import DivergedError, RefusedError, StoppedError, UnfinishedError, explain
 from gqa.corpus.streamed import Bookmark, StreamedBlocks
 from gqa.uptrain.evaluation import (
@@ -64,7 +65,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     set_seed(setup.options.seed, device_specific=True)  # for custom code that draws at random
     optimizer = make_optimizer(setup.training_model, setup.options)
     model, optimizer = prepare_model(accelerator, setup.training_model, optimizer)
-    _warn_of_random_numbers(setup, model, watcher)
+    _try_a_few_tokens(setup, model, watcher)
 
     progress, best = _begin_or_continue(setup, model, optimizer)
     log = Log(setup, progress.step, watcher)
@@ -121,12 +122,25 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
 # ---------------------------------------------------------------------------- before the first step
 
 
-def _warn_of_random_numbers(setup: Setup, model: Any, watcher: Watcher) -> None:
-    """Warn, on the main process, if the model draws at random."""
+def _try_a_few_tokens(setup: Setup, model: Any, watcher: Watcher) -> None:
+    """Raise RefusedError if the model's class cannot compute a loss on text at all; warn, on the
+    main process, if the model draws at random.
+    """
     # A compiled model would be compiled for the shape of the probe too
-    if setup.options.compile or not draws_at_random(setup, model):
+    if setup.options.compile:
         return
-    if setup.accelerator.is_main_process:
+    try:
+        is_random = draws_at_random(setup, model)
+    except Exception as error:  # whatever a class raises that does not run on text alone
+        if out_of_memory(error) or mixes_dtypes(setup.accelerator, error):
+            raise
+        raise RefusedError(
+            f"{type(setup.model).__name__} cannot be trained on text: it fails on "
+            f"{_PROBE_TOKENS} tokens ({explain(error)}); try another version of transformers, or "
+            "train it with the code of its authors"
+        ) from error
+
+    if is_random and setup.accelerator.is_main_process:
         watcher.warn(
             f"{setup.checkpoint.name} draws random numbers in training (not for dropout, which is "
             "off), so the result depends on --micro-batch and on the number of processes"
@@ -155,6 +169,15 @@ def draws_at_random(setup: Setup, model: Any) -> bool:
     second = nats_of_a_pass()
     # Not exactly: kernels of GPUs may add the same numbers in another order.
     return abs(first - second) > 1e-4 * abs(first)
+
+
+def mixes_dtypes(accelerator: Accelerator, error: Exception) -> bool:
+    """Whether an error is that code of a model, like DBRX's, cannot mix float32 with the bfloat16
+    of autocast. torch has only messages for it.
+    """
+    words = ("same scalar type", "same dtype", "expected scalar type")
+    autocast = accelerator.mixed_precision == "bf16"
+    return autocast and any(part in str(error) for part in words)
 
 
 def _begin_or_continue(

@@ -22,15 +22,16 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
-from gqa.core.devices import emulates
+from gqa.core.devices import emulates, free_memory
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.specs import is_self, parse_self
-from gqa.models.loading import load_model
+from gqa.models.loading import WEIGHTS_SHARE, load_model
 from gqa.models.names import follow_prefix, parameter_names, shared_names, sources
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
-from gqa.uptrain.weights import LORA_ALPHA, shard_teacher
+from gqa.uptrain.weights import LORA_ALPHA, is_of_mamba, shard_teacher
 
 TOKENS = 512_000  # to train on by default
+_FLOAT32 = 4  # bytes
 _LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 
 
@@ -47,7 +48,7 @@ def settle(
         RefusedError: There is neither text nor a teacher to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
-    source = _part(record, "source")
+    source = part_of_record(record, "source")
     teacher, name, teacher_text = _find_teacher(options, checkpoint, source)
     if not options.data and teacher is None:
         if record is None and options.teacher == AUTO_TEACHER:
@@ -71,7 +72,7 @@ def settle(
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
 
-    method = METHODS.get(str(_part(record, "options").get("method")))
+    method = METHODS.get(str(part_of_record(record, "options").get("method")))
     has_maps = method is not None and method.reads != "nothing"
     usual_scope: Scope = "attention" if has_maps else "all"
     train = options.train or usual_scope
@@ -80,7 +81,7 @@ def settle(
     return options, teacher, teacher_text
 
 
-def _part(record: Any, name: str) -> dict[str, Any]:
+def part_of_record(record: Any, name: str) -> dict[str, Any]:
     """An object in a conversion's record, which users edit; empty if it is none."""
     part = record.get(name) if isinstance(record, dict) else None
     return part if isinstance(part, dict) else {}
@@ -172,14 +173,30 @@ def _at_commit(teacher: Checkpoint) -> str:
     return f" at commit {teacher.revision[:12]}" if teacher.revision else ""
 
 
+def loading_device(
+    checkpoint: Checkpoint, base: Checkpoint | None, accelerator: Accelerator
+) -> str:
+    """Where model and teacher are loaded before their frozen weights are rounded: on the device of
+    the run if both fit there as they are loaded, else on the host.
+    """
+    device = accelerator.device
+    free = free_memory(device)
+    loaded = _FLOAT32 * sum(spec.numel for spec in checkpoint.tensors.values())
+    if base is not None:
+        loaded += base.nbytes
+    if free is None or loaded < WEIGHTS_SHARE * free:
+        return str(device)
+    return "cpu"
+
+
 def build_model(
-    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator
+    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
-    """The model in float32, with frozen parameters that do not train.
+    """The model in float32 on a device, with frozen parameters that do not train.
 
     They are empty under FSDP2, which reads weights into shards later.
     """
-    model = _load(checkpoint, options, accelerator, "float32")
+    model = _load(checkpoint, options, accelerator, "float32", device)
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(
@@ -205,18 +222,17 @@ def build_model(
 
 
 def build_teacher(
-    options: TrainOptions, base: Checkpoint, accelerator: Accelerator
+    options: TrainOptions, base: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
-    """The model of `base`, without gradients.
+    """The model of `base` on a device, without gradients.
 
     It has its stored dtype, except on a CPU that emulates 16 bits, where float32 is faster: the
     example model trains on 1,300 instead of 600 tokens a second.
     """
-    device = str(accelerator.device)
     dtype = "auto"
-    if emulates(torch.bfloat16, device):
+    if emulates(torch.bfloat16, str(accelerator.device)):
         dtype = "float32"
-    teacher = _load(base, options, accelerator, dtype)
+    teacher = _load(base, options, accelerator, dtype, device)
     teacher.requires_grad_(False)
     if accelerator.is_fsdp2:
         shard_teacher(teacher, base, accelerator)
@@ -224,13 +240,13 @@ def build_teacher(
 
 
 def _load(
-    checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str
+    checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str, device: str
 ) -> PreTrainedModel:
-    """The model of a checkpoint on this process's device; empty under FSDP2."""
+    """The model of a checkpoint on a device; empty under FSDP2."""
     return load_model(
         str(checkpoint.directory),
         dtype=dtype,
-        device=str(accelerator.device),
+        device=device,
         attention=options.attn_implementation,
         trust_remote_code=options.trust_remote_code,
         weights=not accelerator.is_fsdp2,
@@ -313,7 +329,7 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     layers = {}
     for name, module in model.named_modules():
         is_linear = type(module).__name__ in _LINEAR and module is not head
-        if is_linear and f"{name}.weight" not in trained and not _is_of_mamba(model, name):
+        if is_linear and f"{name}.weight" not in trained and not is_of_mamba(model, name):
             layers[name] = module
     if not layers:
         class_name = type(model).__name__
@@ -337,12 +353,6 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     )
     for module, weight in empty.items():
         module.weight = weight
-
-
-def _is_of_mamba(model: PreTrainedModel, name: str) -> bool:
-    """Whether a layer is the output projection of a Mamba mixer."""
-    parent = name.rpartition(".")[0]
-    return name.endswith("out_proj") and hasattr(model.get_submodule(parent), "conv1d")
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

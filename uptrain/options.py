@@ -238,9 +238,10 @@ class TrainOptions(Options):
         False, "Compile the model with torch.compile.", free=True, group=HARDWARE
     )
 
-    attn_implementation: str = option(
-        "sdpa",
-        "Attention implementation of transformers, like sdpa, eager or flash_attention_2.",
+    attn_implementation: str | None = option(
+        None,
+        "Attention implementation of transformers, like sdpa, eager or flash_attention_2.  "
+        "[default: sdpa, or eager if the model's class has no sdpa]",
         metavar="NAME",
         free=True,
         group=MODEL,

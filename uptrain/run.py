@@ -23,11 +23,11 @@ from gqa.uptrain.export import (
     saved_tensors_of,
     write_result,
 )
-from gqa.uptrain.loop import train
+from gqa.uptrain.loop import mixes_dtypes, train
 from gqa.uptrain.record import adapted_record, conversion_record, record_of
 from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
-from gqa.uptrain.weights import gather, trained_bytes
+from gqa.uptrain.weights import exported_weights, gather, trained_bytes
 
 
 def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
@@ -86,7 +86,7 @@ def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, 
         raise refusal from error
 
     record = record_of(setup, progress)
-    whole = gather(weights)
+    whole = gather(exported_weights(setup.model, weights))
     on_main(lambda: _save_and_write(setup, whole, progress, record))
     return progress, record
 
@@ -120,7 +120,7 @@ def _check_result(setup: Setup) -> None:
 def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | None:
     """An error of `train` as one that says what the user can do about it; None if nothing."""
     if not out_of_memory(error):
-        if _mixes_dtypes(setup, error):
+        if mixes_dtypes(setup.accelerator, error):
             return RefusedError(
                 f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); "
                 "pass --precision float32"
@@ -134,7 +134,7 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
         f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
-        "--gradient-checkpointing, --train lora or --optimizer adafactor"
+        "--gradient-checkpointing, --train kv or --optimizer adafactor"
     )
     if setup.states.complete():
         return UnfinishedError(
@@ -142,15 +142,6 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
             f"{setup.states.remains()}"
         )
     return NoMemoryError(advice)
-
-
-def _mixes_dtypes(setup: Setup, error: Exception) -> bool:
-    """Whether an error is that code of a model, like DBRX's, cannot mix float32 with the bfloat16
-    of autocast. torch has only messages for it.
-    """
-    words = ("same scalar type", "same dtype", "expected scalar type")
-    autocast = setup.accelerator.mixed_precision == "bf16"
-    return autocast and any(part in str(error) for part in words)
 
 
 def _save_and_write(

@@ -29,8 +29,16 @@ from gqa.core.errors import RefusedError, explain
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.build_data import build_data
 from gqa.uptrain.dataloader import Dataloader
+from gqa.uptrain.frozen_weights import round_frozen_weights
 from gqa.uptrain.identity import describe_run
-from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
+from gqa.uptrain.models import (
+    build_model,
+    build_teacher,
+    check_exportable,
+    check_teacher,
+    loading_device,
+    settle,
+)
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.state import METRICS_LOG, States, find_states
 from gqa.uptrain.state_files import State
@@ -215,8 +223,11 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
         options.check(processes)
 
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
-    model = build_model(options, checkpoint, accelerator)
-    teacher = build_teacher(options, base, accelerator) if base else None
+    # FSDP2 rounds the weights of a layer, trained or frozen, when it gathers them
+    rounds = accelerator.mixed_precision == "bf16" and not accelerator.is_fsdp2
+    place = loading_device(checkpoint, base, accelerator) if rounds else str(accelerator.device)
+    model = build_model(options, checkpoint, accelerator, place)
+    teacher = build_teacher(options, base, accelerator, place) if base else None
     if base and teacher:
         check_teacher(
             teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name
@@ -226,6 +237,10 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
         shard_model(training, checkpoint, accelerator)
     # Weights are read: it is known which of several tied names are stored
     check_exportable(model, checkpoint)
+    if rounds:
+        round_frozen_weights(model, checkpoint, teacher)
+        for one in filter(None, (model, teacher)):
+            one.to(accelerator.device)
 
     device = str(accelerator.device)
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)

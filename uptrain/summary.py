@@ -85,8 +85,9 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     if plan.time:
         lines.append(f"estimate    {_time_text(plan.time)}")
 
-    parts = [("weights", needs.weights), ("gradients", needs.gradients)]
-    parts += [(options.optimizer, needs.optimizer), ("teacher", needs.teacher)]
+    parts = [("weights", needs.weights), ("their bfloat16 copies", needs.copies)]
+    parts += [("gradients", needs.gradients), (options.optimizer, needs.optimizer)]
+    parts += [("teacher", needs.teacher)]
     listed = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
     activations = "activations come on top"
     if needs.activations is not None:
@@ -162,7 +163,7 @@ def _optimizer_line(setup: Setup) -> str:
 def _precision_line(precision: str | None) -> str:
     if precision == "float32":
         return "precision   float32"
-    return f"precision   {precision}; weights and optimizer in float32"
+    return f"precision   {precision}; weights that train and optimizer in float32"
 
 
 def _time_text(time: TrainingTime) -> str:

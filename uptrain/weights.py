@@ -76,19 +76,45 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
     return training, accelerator.prepare_optimizer(optimizer)
 
 
+def trained_tensors(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The stored tensors that training may change -> the names in a state dict without adapters
+    from which each is made. They are those that are not made of frozen parameters alone.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = set[str]()
+    for name, parts in adapter_parts(parameters).items():
+        if not any(parameters[part].requires_grad for part in parts):
+            frozen.add(name)
+
+    return {
+        stored: names
+        for stored, (_, names) in sources(model).items()
+        if not frozen.issuperset(names)
+    }
+
+
 def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
     """Bytes of the tensors of a checkpoint that training may change, as they are stored."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    trained = set[str]()
-    for name, parts in adapter_parts(parameters).items():
-        if any(parameters[part].requires_grad for part in parts):
-            trained.add(name)
+    trained = trained_tensors(model)
+    return sum(spec.nbytes for name, spec in checkpoint.tensors.items() if name in trained)
 
-    size = 0
-    for stored, (_, names) in sources(model).items():
-        if stored in checkpoint.tensors and trained.intersection(names):
-            size += checkpoint.tensors[stored].nbytes
-    return size
+
+def exported_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a state dict of which `trained_tensors` are made, adapters included."""
+    exported = {name for names in trained_tensors(model).values() for name in names}
+    parts = {
+        part
+        for name, parts_of_name in adapter_parts(weights).items()
+        if name in exported
+        for part in parts_of_name
+    }
+    return {name: tensor for name, tensor in weights.items() if name in parts}
+
+
+def is_of_mamba(model: PreTrainedModel, name: str) -> bool:
+    """Whether a layer is the output projection of a Mamba mixer."""
+    parent = name.rpartition(".")[0]
+    return name.endswith("out_proj") and hasattr(model.get_submodule(parent), "conv1d")
 
 
 def gather(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,7 +144,7 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     host's memory.
     """
     # First: reading the state dict has FSDP2 replace the local tensors of its parameters.
-    dtypes = _stored_dtypes(model, checkpoint)
+    dtypes = stored_dtypes(model, checkpoint)
     parameters = dict(model.named_parameters())
     training_weights: dict[str, Tensor] = {}
     try:
@@ -147,7 +173,7 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
                 local_shard(parameters[name]).copy_(tensor)
 
 
-def _stored_dtypes(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def stored_dtypes(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
     """The dtype in which each parameter is stored, by the parameter's name."""
     dtypes: dict[str, str] = {}
     for stored, (_, names) in sources(model).items():
