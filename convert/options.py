@@ -85,17 +85,17 @@ class ConvertOptions(Options):
     data: tuple[str, ...] = option(
         CalibrationText.sources,
         "Calibration text: self (sampled from MODEL), self:TOKENS (that many sampled tokens), "
-        "self:plain (sampled, without repeated passages), a file, a hub dataset, or stdlib:train "
-        "(the source code of Python's standard library). Repeat the option, or separate sources "
-        "by commas.",
+        "self:plain (sampled, without repeated passages), general (short documents of many kinds), "
+        "a file, a hub dataset, or stdlib:train (the source code of Python's standard library). "
+        "Repeat the option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         methods="text",
         group="Calibration text",
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Tokens of calibration text in all. Sources share them equally. The tokens of self:TOKENS "
-        "are added to this number.",
+        "Tokens of calibration text in all. Sources share them equally; general beside others has "
+        "a quarter, at most 12,288. The tokens of self:TOKENS are added to this number.",
         tokens_type(),
         metavar="COUNT",
         methods="text",

@@ -14,7 +14,7 @@ from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
 from gqa.core.errors import one_line
-from gqa.corpus.specs import is_self
+from gqa.corpus.specs import GENERAL, is_self
 
 _INDENT = " " * 12  # the width of the titles of lines
 _ERRORS_IN_LINE = 10
@@ -114,9 +114,10 @@ def measured_text(sources: Sequence[str]) -> str:
 
     `sources`: those of its calibration text.
     """
-    if all(map(is_self, sources)):
+    others = [source for source in sources if source != GENERAL]
+    if others and all(map(is_self, others)):
         return "self-generated text"
-    return f"held-out blocks of {', '.join(sources)}"
+    return f"held-out blocks of {', '.join(others or sources)}"
 
 
 def loss_of(quality: Mapping[str, Any] | None) -> Loss:

@@ -2,6 +2,7 @@
 Hugging Face hub, or text that the model writes.
 
     stdlib:train   stdlib:heldout                          the source of Python's standard library
+    general                                                short documents of many kinds
     notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`FORMATS`)
     org/name   org/name:config   org/name:config:split     a data set of the hub
     self   self:1M   self:plain                            generated text, which is no `Source`
@@ -16,20 +17,25 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa.core.errors import CorpusError, listing
 from gqa.core.options import read_amount
 from gqa.corpus.chat_column import chat_column_of_data, chat_column_of_files
 from gqa.corpus.files import find_files
+from gqa.corpus.general import general_texts
 from gqa.corpus.hub_datasets import load_hub
 from gqa.corpus.readers import file_format, load_files
 from gqa.corpus.sources import Source
 from gqa.corpus.stdlib import stdlib_texts
 
+if TYPE_CHECKING:
+    import datasets
+
+GENERAL = "general"  # `gqa.corpus.general`
 _NO_DATA = "no data was passed; pass a file, a directory, a pattern, a hub dataset or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 
@@ -98,6 +104,9 @@ def parse_source(
 
     if spec == "stdlib" or spec.startswith("stdlib:"):
         return _stdlib_source(spec, fields)
+    if spec == GENERAL:
+        _refuse_target(spec, fields)
+        return Source(spec, partial(_load_texts, general_texts))
     if _names_files(spec):
         return _file_source(spec, fields, separator)
     if match := _HUB_NAME.fullmatch(spec):
@@ -115,14 +124,16 @@ def _stdlib_source(spec: str, fields: tuple[str, ...]) -> Source:
     if side not in ("train", "heldout"):
         raise CorpusError(f"there is no {spec}; pass stdlib:train or stdlib:heldout")
     _refuse_target(spec, fields)
-    return Source(spec, partial(_load_stdlib, side))
+    return Source(spec, partial(_load_texts, partial(stdlib_texts, side)))
 
 
-def _load_stdlib(side: str, columns: Sequence[str], chats: bool) -> Any:
-    """The data set of the built-in corpus, a `Load`."""
+def _load_texts(
+    texts: Callable[[], Iterable[str]], columns: Sequence[str], chats: bool
+) -> datasets.Dataset:
+    """The data set of texts that every installation has, a `Load`."""
     import datasets
 
-    return datasets.Dataset.from_dict({"text": list(stdlib_texts(side))})
+    return datasets.Dataset.from_dict({"text": list(texts())})
 
 
 def _names_files(spec: str) -> bool:

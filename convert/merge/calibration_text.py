@@ -16,7 +16,14 @@ from gqa.core.errors import RefusedError
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.rows import in_lowest_fraction, row_digest, searched_text
 from gqa.corpus.sources import Source
-from gqa.corpus.specs import check_text_options, is_self, parse_self, parse_source, parse_sources
+from gqa.corpus.specs import (
+    GENERAL,
+    check_text_options,
+    is_self,
+    parse_self,
+    parse_source,
+    parse_sources,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +36,13 @@ _CHARACTERS = 256  # of text to tokenize for each token that is used (a token ha
 COPIED = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
 _HELDOUT_SHARE = 8  # of short text one block in so many is held out
+_HELDOUT_SHARE_OF_SELF = (
+    6  # the same of self-generated text: all that the default holds out is of it
+)
+# Tokens of `general` beside other sources: a quarter of all, and no more than every tokenizer makes
+# of its documents.
+_GENERAL_SHARE = 4
+_MOST_GENERAL = 12_288
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,8 @@ class CalibrationText:
     """Calibration text in blocks; for an encoder-decoder, in pairs.
 
     Attributes:
-        sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`.
+        sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`. The default leaves out
+            `general` where it cannot be read: of encoder-decoders, and without a tokenizer.
         tokens: Tokens of all sources together, except those that state their number.
         length: Tokens of a block; of a pair, the most on each side.
         seed: Of the generated text, and of the choice among documents.
@@ -50,7 +65,7 @@ class CalibrationText:
         separator: What separates documents in text files.
     """
 
-    sources: tuple[str, ...] = ("self",)
+    sources: tuple[str, ...] = ("self", GENERAL)
     tokens: int = 65_536
     length: int = 256
     seed: int = 0
@@ -97,7 +112,8 @@ class CalibrationText:
         Returns:
             Token ids (N, length), from each source its share; and (M, length) other blocks of the
             same sources, at most `heldout` tokens, without repeats. Of self-generated text they are
-            the last blocks, at most an eighth; of other text what is left of it.
+            the last blocks, at most a sixth; of other text what is left of it; none of `general`
+            beside other text.
 
         Raises:
             RefusedError, CorpusError: The text cannot be used.
@@ -111,13 +127,19 @@ class CalibrationText:
                 "one; remove --target-field"
             )
 
+        shares = self._shares_of(checkpoint)
+        measured = {source for source, _ in shares if source != GENERAL} or {GENERAL}
+        measured_tokens = sum(tokens for source, tokens in shares if source in measured)
         parts = []
         heldout_parts = []
-        for number, (source, tokens) in enumerate(self.shares()):
-            heldout_tokens = heldout * tokens // self.total_tokens
-            count = heldout_tokens // self.length
+        for number, (source, tokens) in enumerate(shares):
+            count = 0
+            if source in measured:
+                count = heldout * tokens // measured_tokens // self.length
             if is_self(source):
-                part, rest = self._generated(checkpoint, device, watcher, number, tokens, count)
+                part, rest = self._generated(
+                    checkpoint, device, watcher, source, tokens, count, self._seed(number)
+                )
             else:
                 text = self._parse(source)
                 part, rest = self._read(checkpoint, text, tokens, self.repeats, count)
@@ -134,11 +156,12 @@ class CalibrationText:
         checkpoint: Checkpoint,
         device: str,
         watcher: Watcher,
-        number: int,
+        source: str,
         tokens: int,
         heldout: int,
+        seed: int,
     ) -> tuple[Ints, Ints]:
-        """The blocks that the model writes for the source of this number.
+        """The blocks that the model writes for a source.
 
         Returns:
             Token ids (N, length); and (M, length) of the last blocks, at most `heldout`, in which
@@ -155,7 +178,7 @@ class CalibrationText:
             device=device,
             trust_remote_code=self.trust_remote_code,
         )
-        _, is_stated_plain = parse_self(self.sources[number])
+        _, is_stated_plain = parse_self(source)
         count = math.ceil(tokens / self.length)
         blocks = sampled_blocks(
             load,
@@ -163,13 +186,13 @@ class CalibrationText:
             checkpoint,
             self.length,
             count,
-            self._seed(number),
+            seed,
             is_stated_plain or not self.repeats,
             watcher,
             trust_remote_code=self.trust_remote_code,
         )
 
-        used = count - min(heldout, count // _HELDOUT_SHARE)
+        used = count - min(heldout, count // _HELDOUT_SHARE_OF_SELF)
         plain_blocks = replace(blocks, plain=True)
         rows = [blocks[i]["input_ids"] for i in range(used)]
         rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
@@ -197,7 +220,7 @@ class CalibrationText:
         """
         from gqa.convert.merge.text_pairs import PairMaker
 
-        if self.target_field and all(map(is_self, self.sources)):
+        if self.target_field and not self._data_specs():
             raise RefusedError(
                 "--target-field is a column of --data, but self has no columns; pass other data, "
                 "or remove --target-field"
@@ -207,7 +230,7 @@ class CalibrationText:
             checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code
         )
         pairs = []
-        for number, (source, tokens) in enumerate(self.shares()):
+        for number, (source, tokens) in enumerate(self._shares_of(checkpoint)):
             count = tokens // self.length
             if is_self(source):
                 watcher.stage(f"{checkpoint.name} writes", 2 * count * self.length)
@@ -245,9 +268,9 @@ class CalibrationText:
 
         self._check_chosen_length(checkpoint)
         self.shares(tokens_option)
-        specs = (*self.sources, *filter(None, [self.heldout]))
+        data_specs = self._data_specs()
+        specs = (*data_specs, *filter(None, [self.heldout]))
         check_text_options(specs, self.field, self.separator)
-        data_specs = [spec for spec in self.sources if not is_self(spec)]
         if not data_specs:
             return
 
@@ -301,15 +324,18 @@ class CalibrationText:
     def shares(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
         """The sources with their numbers of tokens.
 
-        `self:TOKENS` states it, the others share `tokens` equally. Raises RefusedError, which names
-        `tokens_option`, and CorpusError.
+        `self:TOKENS` states it, `general` beside others has a quarter of `tokens` at most, and the
+        others share the rest equally. Raises RefusedError, which names `tokens_option`, and
+        CorpusError.
         """
-        stated = [_stated_tokens(source) for source in self.sources]
+        general = self._general_tokens()
+        others = [source for source in self.sources if source != GENERAL] or [GENERAL]
+        stated = [_stated_tokens(source) for source in others]
         sharing = stated.count(0)
 
         shares = []
-        for source, stated_tokens in zip(self.sources, stated, strict=True):
-            tokens = stated_tokens or self.tokens // sharing
+        for source, stated_tokens in zip(others, stated, strict=True):
+            tokens = stated_tokens or (self.tokens - general) // sharing
             if tokens < self.length:
                 block = f"less than one block of {self.length} tokens"
                 if stated_tokens:
@@ -321,12 +347,39 @@ class CalibrationText:
                     f"{self.length * sharing}"
                 )
             shares.append((source, tokens))
+        if general:
+            shares.append((GENERAL, general))
         return shares
+
+    def _general_tokens(self) -> int:
+        """Tokens of `general` beside other sources; 0 if it is none of them, or has no block."""
+        if GENERAL not in self.sources or set(self.sources) == {GENERAL}:
+            return 0
+        tokens = min(self.tokens // _GENERAL_SHARE, _MOST_GENERAL)
+        return tokens if tokens >= self.length else 0
+
+    def _shares_of(self, checkpoint: Checkpoint) -> Sequence[tuple[str, int]]:
+        """`shares`, by default without `general` if the model cannot read it."""
+        if self._is_default and not _reads_general(checkpoint, self.trust_remote_code):
+            return [("self", self.tokens)]
+        return self.shares()
+
+    @property
+    def _is_default(self) -> bool:
+        return self.sources == CalibrationText.sources
+
+    def _data_specs(self) -> list[str]:
+        """The sources that the user has named, but for generated text."""
+        if self._is_default:
+            return []
+        return [source for source in self.sources if not is_self(source)]
 
     def _source(self, spec: str) -> Source:
         """The source of a spec, held-out documents included."""
+        # By default `general` is read by decoders alone, which have no targets
+        target_field = None if self._is_default else self.target_field
         return parse_source(
-            spec, field=self.field, target_field=self.target_field, separator=self.separator
+            spec, field=self.field, target_field=target_field, separator=self.separator
         )
 
     def _parse(self, spec: str) -> Source:
@@ -357,10 +410,25 @@ class CalibrationText:
         """The seed of self-generated text for the source of that number: each text has another."""
         from gqa.convert.merge.self_samples import derive_seed
 
-        earlier_texts = sum(map(is_self, self.sources[:number]))
+        others = [source for source in self.sources if source != GENERAL]
+        earlier_texts = sum(map(is_self, others[:number]))
         if earlier_texts == 0:
             return self.seed
         return derive_seed(self.seed, f"self {earlier_texts}")
+
+
+def _reads_general(checkpoint: Checkpoint, trust_remote_code: bool) -> bool:
+    """Whether a model can be calibrated on plain text: it is a decoder with a tokenizer."""
+    from gqa.convert.heads.config import transformers_config
+    from gqa.models.loading import load_tokenizer
+
+    if transformers_config(checkpoint.config).is_encoder_decoder:
+        return False
+    try:
+        load_tokenizer(checkpoint, trust_remote_code)
+    except RefusedError:
+        return False
+    return True
 
 
 def _stated_tokens(source: str) -> int:
