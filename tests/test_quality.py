@@ -54,7 +54,7 @@ def heldout_ids() -> torch.Tensor:
 
 @cache
 def prose_ids() -> torch.Tensor:
-    """(WINDOWS, WINDOW) tokens of this project's pages: text that the example was not trained on."""
+    """(WINDOWS, WINDOW) tokens of this project's pages: the example was not trained on prose."""
     pages = [ROOT / "docs" / f"{name}.md" for name in ("choosing", "design", "reading", "serving")]
     ids = [tokenizer()(page.read_text(encoding="utf-8"))["input_ids"] for page in pages]
     windows = [torch.tensor(one[: 2 * WINDOW]).view(2, WINDOW) for one in ids]
