@@ -11,6 +11,7 @@ import gqa.corpus
 import gqa.eval
 import gqa.uptrain
 from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.corpus.general import general_texts
 
 
 def check_files() -> None:
@@ -21,6 +22,7 @@ def check_files() -> None:
     modeling = importlib.resources.files("gqa.models.modeling")
     files = {path.name for path in modeling.iterdir()}
     assert {"modeling_gqa.py", "modeling_gqa_by_layer.py"} <= files, files
+    assert any("lighthouse" in text for text in general_texts()), "the files of corpus/kinds"
 
 
 def check_names() -> None:
