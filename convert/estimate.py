@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _BENCHMARK_SECONDS = 0.2
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-# Of a layer that computes one token. On a GPU Python is the limit: 7.1 s for 255 tokens in 24
-# layers on an H200 (docs/results.md).
+# That a layer takes to compute one token of each text in a batch, however small it is. On a GPU
+# Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
 _STEP_SECONDS = 5e-4
 _GPU_STEP_SECONDS = 1.2e-3
-# Of KV caches that are read.
+# Of KV caches that a device reads while it generates text.
 _CACHE_BYTES_A_SECOND = 1e10
 _GPU_CACHE_BYTES_A_SECOND = 1e12
 
@@ -33,9 +33,9 @@ _OVERHEAD_BYTES = 8 << 20
 
 
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
-    """Seconds that a method takes, and the bytes of memory of its device at the most.
+    """Seconds that a method takes, and the most bytes of memory that it needs on its device.
 
-    On a CPU they include those of the process itself (`runtime_memory`). The first call times the
+    On a CPU these include those of the process itself (`runtime_memory`). The first call times the
     device for a fifth of a second.
     """
     seconds = plan.total_bytes / _BYTES_A_SECOND

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
-from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import find_device, ranks
@@ -18,7 +17,7 @@ from gqa.models.loading import load_model
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
-from gqa.uptrain.models import freeze_parameters, is_base_model, part_of_record
+from gqa.uptrain.models import distills_from_base, freeze_parameters
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import (
     ENDLESS,
@@ -169,7 +168,8 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
         empty = _empty_model(resolved.teacher_checkpoint, options, "auto")
         teacher = sum(parameter.nbytes for parameter in empty.parameters())
         teacher_parameters = empty.num_parameters()
-        if _distills_from_base(resolved):
+        # What was converted has the weights that conversion did not change
+        if distills_from_base(checkpoint, resolved.teacher_checkpoint):
             shared = sum(other.weight.nbytes for _, other in layers_of_both(rounded, empty))
 
     memory = training_memory(
@@ -189,16 +189,6 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
         result=checkpoint.nbytes,
         teacher_parameters=teacher_parameters,
     )
-
-
-def _distills_from_base(resolved: Resolved) -> bool:
-    """Whether the teacher is the model that was converted, which has the weights that conversion
-    did not change.
-    """
-    base = resolved.teacher_checkpoint
-    record = read_record(resolved.checkpoint, PROVENANCE)
-    source = part_of_record(record, "source")
-    return base is not None and is_base_model(base, resolved.checkpoint, source)
 
 
 def _training_time(

@@ -5,7 +5,7 @@ source, and its other files unchanged, so whatever loads the source loads the re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,9 +93,10 @@ def _layout(checkpoint: Checkpoint) -> set[tuple[str, str, tuple[int, ...]]]:
 def result_tensors(
     model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint
 ) -> ReadTensor:
-    """Make tensors of the result from whole trained weights, those of `exported_weights`; read the
-    others from the source, and all if there are no weights. What is returned raises OutputError if
-    a number is too large for its dtype.
+    """How to get a tensor of the result: it is made of trained weights (whole ones, those of
+    `exported_weights`), or read from the source if it did not train.
+
+    What is returned raises OutputError if a number is too large for its dtype.
     """
     stored = saved_tensors(model, merge_adapters(weights)) if weights else {}
 
@@ -124,13 +125,19 @@ def save_changed_tensors(path: Path, tensor_of: ReadTensor, changed: Sequence[Te
             write_tensor(target, tensor_of(spec))
 
 
-def changed_tensors(source: Checkpoint, tensor_of: ReadTensor) -> list[TensorSpec]:
-    """The tensors of the result in which any byte differs from the source."""
-    return [
-        spec
-        for spec in source.tensors.values()
-        if not torch.equal(_bytes(tensor_of(spec)), _bytes(source.read(spec)))
-    ]
+def changed_tensors(
+    source: Checkpoint, tensor_of: ReadTensor, trained: Collection[str]
+) -> list[TensorSpec]:
+    """The tensors of the result in which any byte differs from the source; `trained` are the names
+    of those that may.
+    """
+    changed = []
+    for name, spec in source.tensors.items():
+        if name not in trained:
+            continue
+        if not torch.equal(_bytes(tensor_of(spec)), _bytes(source.read(spec))):
+            changed.append(spec)
+    return changed
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -147,9 +154,8 @@ def saved_tensors_of(source: Checkpoint, state: State) -> ReadTensor:
         names = set(file.keys())
     except Exception as error:  # of the safetensors library
         raise RefusedError(
-            f"the trained weights in {state.path} cannot be read ({explain(error)}); "
-            "delete that directory, and the "
-            "same command continues from the state before, if there is one"
+            f"the trained weights in {state.path} cannot be read ({explain(error)}); delete that "
+            "directory, and the same command continues from the state before, if there is one"
         ) from error
 
     def read(spec: TensorSpec) -> Tensor:

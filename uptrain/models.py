@@ -48,7 +48,7 @@ def settle(
         RefusedError: There is neither text nor a teacher to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
-    source = part_of_record(record, "source")
+    source = _part(record, "source")
     teacher, name, teacher_text = _find_teacher(options, checkpoint, source)
     if not options.data and teacher is None:
         if record is None and options.teacher == AUTO_TEACHER:
@@ -72,7 +72,7 @@ def settle(
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
 
-    method = METHODS.get(str(part_of_record(record, "options").get("method")))
+    method = METHODS.get(str(_part(record, "options").get("method")))
     has_maps = method is not None and method.reads != "nothing"
     usual_scope: Scope = "attention" if has_maps else "all"
     train = options.train or usual_scope
@@ -81,7 +81,7 @@ def settle(
     return options, teacher, teacher_text
 
 
-def part_of_record(record: Any, name: str) -> dict[str, Any]:
+def _part(record: Any, name: str) -> dict[str, Any]:
     """An object in a conversion's record, which users edit; empty if it is none."""
     part = record.get(name) if isinstance(record, dict) else None
     return part if isinstance(part, dict) else {}
@@ -166,6 +166,14 @@ def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[s
     if local := find_local_base(checkpoint, source):
         return Path(local) == teacher.directory.resolve()
     return bool(source.get("model") == (teacher.hub_id or teacher.name))
+
+
+def distills_from_base(checkpoint: Checkpoint, teacher: Checkpoint | None) -> bool:
+    """Whether the teacher is the model from which the checkpoint was converted, by its record."""
+    if teacher is None:
+        return False
+    source = _part(read_record(checkpoint, PROVENANCE), "source")
+    return bool(source) and is_base_model(teacher, checkpoint, source)
 
 
 def _at_commit(teacher: Checkpoint) -> str:

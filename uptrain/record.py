@@ -17,7 +17,7 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.write import finite
 from gqa.corpus.specs import parse_self
-from gqa.uptrain.models import is_base_model
+from gqa.uptrain.models import distills_from_base
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import evaluation_interval, warmup_steps
 from gqa.uptrain.setup import Run, Setup
@@ -32,12 +32,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     argv = setup.run["argv"]
 
     recorded_options = request(options_used(setup), argv)["options"]
-    conversion = read_record(source, PROVENANCE)
     teacher = setup.teacher_checkpoint
-    base = conversion.get("source") if isinstance(conversion, dict) else None
-    teacher_is_base = (
-        teacher is not None and isinstance(base, dict) and is_base_model(teacher, source, base)
-    )
 
     record = {
         **stamp("gqa-uptrain", argv),
@@ -48,7 +43,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         "tokens": progress.tokens,
         "steps": progress.step,
         "teacher": recorded_options["teacher"] if options.distills else None,
-        "teacher_is_base": teacher_is_base,
+        "teacher_is_base": distills_from_base(source, teacher),
         "teacher_revision": teacher and teacher.revision,
         "losses": _losses(setup, progress),
         "dropout_turned_off": setup.training_model.dropout,
@@ -59,7 +54,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         "data_fingerprint": data.fingerprint,
         "ranks": setup.accelerator.num_processes,
         "options": recorded_options,
-        "conversion": conversion,
+        "conversion": read_record(source, PROVENANCE),
         "trained_before": read_record(source, UPTRAINING),
         "versions": versions("torch", "transformers", "accelerate"),
     }

@@ -27,7 +27,7 @@ from gqa.uptrain.loop import mixes_dtypes, train
 from gqa.uptrain.record import adapted_record, conversion_record, record_of
 from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
-from gqa.uptrain.weights import exported_weights, gather, trained_bytes
+from gqa.uptrain.weights import exported_weights, gather, trained_bytes, trained_tensors
 
 
 def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
@@ -153,7 +153,7 @@ def _save_and_write(
     source = setup.checkpoint
     states = setup.states
     trained = result_tensors(setup.model, whole, source)
-    changed = changed_tensors(source, trained) if whole else []
+    changed = changed_tensors(source, trained, trained_tensors(setup.model)) if whole else []
     state_record = {
         **vars(progress),
         **setup.run,

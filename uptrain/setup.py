@@ -112,7 +112,6 @@ class Setup(Run):
         model: The model that is trained.
         training_model: The same with its loss and its teacher.
         dataloader: The text, in blocks.
-
         micro_batch: Blocks of one forward pass on one process.
     """
 
@@ -239,8 +238,9 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     check_exportable(model, checkpoint)
     if rounds:
         round_frozen_weights(model, checkpoint, teacher)
-        for one in filter(None, (model, teacher)):
-            one.to(accelerator.device)
+        training.model.to(accelerator.device)
+        if teacher:
+            teacher.to(accelerator.device)
 
     device = str(accelerator.device)
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
