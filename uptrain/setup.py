@@ -26,6 +26,7 @@ from gqa.convert.heads.config import check_config
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import default_device, find_device, from_main, native_bfloat16, ranks
 from gqa.core.errors import RefusedError, explain
+from gqa.corpus.specs import is_self
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.build_data import build_data
 from gqa.uptrain.dataloader import Dataloader
@@ -238,12 +239,15 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     check_exportable(model, checkpoint)
     if rounds:
         round_frozen_weights(model, checkpoint, teacher)
-        training.model.to(accelerator.device)
-        if teacher:
-            teacher.to(accelerator.device)
 
     device = str(accelerator.device)
+    loaded = [one for one in (model, teacher) if one is not None]
+    # A teacher that generates text has the device to itself: the models wait on the host
+    if is_self(options.data[0]) and accelerator.is_main_process and not accelerator.is_fsdp2:
+        _move(loaded, "cpu")
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
+    if not accelerator.is_fsdp2:
+        _move(loaded, device)
     options = dataloader.options
     share = options.blocks_per_step // processes
     micro_batch = options.micro_batch or share
@@ -257,6 +261,12 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
         dataloader=dataloader,
         micro_batch=micro_batch,
     )
+
+
+def _move(models: Sequence[PreTrainedModel], device: str) -> None:
+    """Move models to a device. Weights that they share stay shared."""
+    for model in models:
+        model.to(device)
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
