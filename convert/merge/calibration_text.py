@@ -36,9 +36,8 @@ _CHARACTERS = 256  # of text to tokenize for each token that is used (a token ha
 COPIED = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
 _HELDOUT_SHARE = 8  # of short text one block in so many is held out
-_HELDOUT_SHARE_OF_SELF = (
-    6  # the same of self-generated text: all that the default holds out is of it
-)
+# The same of self-generated text: all that the default holds out is of it.
+_HELDOUT_SHARE_OF_SELF = 6
 # Tokens of `general` beside other sources: a quarter of all, and no more than every tokenizer makes
 # of its documents.
 _GENERAL_SHARE = 4
@@ -138,7 +137,7 @@ class CalibrationText:
                 count = heldout * tokens // measured_tokens // self.length
             if is_self(source):
                 part, rest = self._generated(
-                    checkpoint, device, watcher, source, tokens, count, self._seed(number)
+                    checkpoint, device, watcher, source, tokens, count, self._seed(shares, number)
                 )
             else:
                 text = self._parse(source)
@@ -230,11 +229,12 @@ class CalibrationText:
             checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code
         )
         pairs = []
-        for number, (source, tokens) in enumerate(self._shares_of(checkpoint)):
+        shares = self._shares_of(checkpoint)
+        for number, (source, tokens) in enumerate(shares):
             count = tokens // self.length
             if is_self(source):
                 watcher.stage(f"{checkpoint.name} writes", 2 * count * self.length)
-                pairs += maker.write(count, self._seed(number))
+                pairs += maker.write(count, self._seed(shares, number))
             elif self.target_field:
                 pairs += maker.read(self._parse(source), count)
             else:
@@ -406,12 +406,11 @@ class CalibrationText:
         passages = Passages.of(map(searched_text, rows))
         return source.without(is_heldout).excluding(Exclusion(passages))
 
-    def _seed(self, number: int) -> int:
-        """The seed of self-generated text for the source of that number: each text has another."""
+    def _seed(self, shares: Sequence[tuple[str, int]], number: int) -> int:
+        """The seed of self-generated text for the share of that number: each text has another."""
         from gqa.convert.merge.self_samples import derive_seed
 
-        others = [source for source in self.sources if source != GENERAL]
-        earlier_texts = sum(map(is_self, others[:number]))
+        earlier_texts = sum(is_self(source) for source, _ in shares[:number])
         if earlier_texts == 0:
             return self.seed
         return derive_seed(self.seed, f"self {earlier_texts}")
