@@ -178,10 +178,8 @@ class Part(Measurements):
 
     def run(self, part: Callable[[Part], None]) -> None:
         """Measure what is missing and, if nothing failed, that the part is complete."""
-        self.measure(
-            "device",
-            lambda: {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": VERSION},
-        )
+        device = torch.cuda.get_device_name() if CUDA else "cpu"
+        self.measure("device", lambda: {"device": device, "torch": VERSION})
         part(self)
         if not self.missing(*self.rows):
             self.measure("complete", dict)

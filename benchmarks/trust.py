@@ -353,7 +353,10 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
         cells += [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
         cells.append(f"{row['greedy']:.0f}")
         cells += [f"{share:.0%}" for share in row["exact"].values()]
-        cells.append(f"x{row['decode']:.2f}" if "decode" in row else "")
+        if "decode" in row:
+            cells.append(f"x{row['decode']:.2f}")
+        else:
+            cells.append("")
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

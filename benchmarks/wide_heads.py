@@ -140,8 +140,11 @@ class SharedHeads:
         value_energy = float(torch.einsum("hdhd->", self.value_moments))
 
         def loss(groups: Groups) -> float:
-            keys = sum(self.key_basis(one, f)[1] for one in groups for f in frequencies)
-            values = sum(self.value_basis(one)[1] for one in groups)
+            keys = 0.0
+            values = 0.0
+            for group in groups:
+                keys += sum(self.key_basis(group, frequency)[1] for frequency in frequencies)
+                values += self.value_basis(group)[1]
             return keys / key_energy + values / value_energy
 
         return min(partitions(self.heads, count), key=loss)

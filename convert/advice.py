@@ -138,7 +138,10 @@ def warnings(
     if best.name != plan.method_name:
         remedies.append(f"use --method {best.name}")
     training = training_command(plan, options, out, source)
-    remedies.append(f"train it: {training}" if training else "train it")
+    train = "train it"
+    if training:
+        train += f": {training}"
+    remedies.append(train)
 
     if not plan.reads_text:
         yield (
@@ -229,6 +232,7 @@ def default_training_memory(plan: Plan, device: str) -> int:
 
     config = transformers_config(plan.new_config)
     block = min(positions(config) or MAX_BLOCK, MAX_BLOCK)
+    number_bytes = 2 if autocast else 4
     needs = training_memory(
         parameters,
         trained,
@@ -241,7 +245,7 @@ def default_training_memory(plan: Plan, device: str) -> int:
         hidden_size=int(plan.config.text.hidden_size),
         layers=plan.config.layers,
         tokens=block,
-        number_bytes=2 if autocast else 4,
+        number_bytes=number_bytes,
     )
     return needs.memory + activations
 

@@ -62,10 +62,11 @@ def with_maps(
 
 def _description(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[str, Any]:
     """Everything that determines the maps, as JSON: only a run with the same continues this one."""
+    grouping = "search" if plan.searches(options.grouping) else "contiguous"
     description = {
         "method": method.name,
         "groups": plan.groups,
-        "grouping": "search" if plan.searches(options.grouping) else "contiguous",
+        "grouping": grouping,
         "name": plan.checkpoint.hub_id or plan.checkpoint.name,
         "model": checkpoint_digest(plan.checkpoint),
         "device": options.device,

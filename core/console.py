@@ -97,6 +97,7 @@ class Watcher:
             file = io.StringIO()  # `update` prints the lines of a log itself
             interval = _LOG_SECONDS
 
+        bar_format = style if total else None
         prints_lines = not interactive and not self._quiet
         self._next_line = time.monotonic() + _LOG_SECONDS if prints_lines else float("inf")
         self._bar = tqdm(
@@ -107,7 +108,7 @@ class Watcher:
             file=file,
             leave=False,
             dynamic_ncols=interactive,
-            bar_format=style if total else None,
+            bar_format=bar_format,
             disable=self._quiet,
             mininterval=interval,
             miniters=1,

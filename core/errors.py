@@ -115,4 +115,11 @@ def one_line(text: str, limit: int = 1000) -> str:
     """
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    """The character, or its escape sequence if it cannot be printed."""
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()

@@ -89,7 +89,8 @@ class Number(click.ParamType[Any]):
         pairs = zip(words[::2], words[1::2], strict=True)
         self._bounds = [(_COMPARE[word], float(bound)) for word, bound in pairs]
         self._kind = kind
-        self._allowed = _bounds_text("whole number" if kind is int else "number", words)
+        noun = "whole number" if kind is int else "number"
+        self._allowed = _bounds_text(noun, words)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
@@ -354,7 +355,7 @@ def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
         elif one is None:
             one = _USUAL_TYPES.get(value)
         assert one is not None, f"{kind.__name__}.{name} needs a type"
-        types[name] = (Several(one) if several else one), several
+        types[name] = (Several(one), True) if several else (one, False)
     return types
 
 
@@ -368,7 +369,9 @@ def _value_type(hint: Any) -> tuple[Any, bool]:
     plain = parts[0] if is_optional else hint
 
     several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
-    return (get_args(plain)[0] if several else plain), several
+    if several:
+        return get_args(plain)[0], True
+    return plain, False
 
 
 @dataclass(frozen=True)
@@ -458,8 +461,12 @@ def default_text(default: Any) -> str:
     if default in ((), None) or default is MISSING or default is False:
         return ""
     values = default if isinstance(default, tuple) else (default,)
-    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-    return f"  [default: {','.join(shown)}]"
+    return f"  [default: {','.join(map(_shown, values))}]"
+
+
+def _shown(value: Any) -> str:
+    """A value as the user would type it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class _GroupedOption(click.Option):

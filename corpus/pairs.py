@@ -74,9 +74,9 @@ class PairEncoder:
 
     def encode(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
         """The tokens of sources, or of targets, without special tokens."""
-        sides = {"text_target" if target else "text": list(texts)}
+        side = "text_target" if target else "text"
         settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = self.tokenizer(**sides, **settings)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(**{side: list(texts)}, **settings)["input_ids"]
         return ids
 
     def add_special_tokens(

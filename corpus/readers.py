@@ -337,12 +337,17 @@ def _broken_json(where: str, error: Exception) -> CorpusError:
     return CorpusError(f"{where} cannot be read: {explain(error)}; repair it, or pass other text")
 
 
+def _row_of_item(item: Any) -> Any:
+    """The row of an item of a list; of a text, one with the column "text"."""
+    return {"text": item} if isinstance(item, str) else item
+
+
 def _rows_of_value(value: Any) -> Iterable[Any]:
     """The rows of a JSON value: of a list its items (texts are the column "text"), of an object of
     lists its columns' entries, of another object itself.
     """
     if isinstance(value, list):
-        return [{"text": item} if isinstance(item, str) else item for item in value]
+        return map(_row_of_item, value)
     if (
         isinstance(value, dict)
         and value

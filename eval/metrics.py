@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -109,7 +110,7 @@ def measure_text(scores: Scores, text: Text, compares: bool) -> Numbers:
 
 def arrays_read() -> set[str]:
     """Names of all arrays that metrics read."""
-    return {name for metric in METRICS for name in metric.arrays}
+    return set(chain.from_iterable(metric.arrays for metric in METRICS))
 
 
 def metrics_of_table(table: TableName) -> list[Metric]:
@@ -119,7 +120,8 @@ def metrics_of_table(table: TableName) -> list[Metric]:
 
 def row_number(key: str) -> RowNumber:
     """The number in the rows of a study that is called `key`."""
-    return next(number for metric in METRICS for number in metric.row if number.key == key)
+    numbers = chain.from_iterable(metric.row for metric in METRICS)
+    return next(number for number in numbers if number.key == key)
 
 
 def mean_with_error(key: str, values: NDArray[Any]) -> Numbers:

@@ -97,7 +97,9 @@ class Table:
 def _aligned(cells: Sequence[str], left: bool = False) -> list[str]:
     """Cells of one column, all as wide as the longest."""
     width = max(map(len, cells))
-    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
+    if left:
+        return [cell.ljust(width) for cell in cells]
+    return [cell.rjust(width) for cell in cells]
 
 
 def line_width(stream: TextIO) -> int:

@@ -301,13 +301,14 @@ def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirect
 def write_report(results: Record, report: OutputDirectory) -> None:
     """Write report.html and results.json, which lists both."""
     argv = results["argv"]
+    commands = [shell_line(["gqa-eval", *argv])] if argv else []
     write_page(
         report.work,
         title=_title(results["models"]),
         verdicts=verdicts(results),
         tables=tables(results),
         samples=list(compare_samples(results["models"])),
-        commands=[shell_line(["gqa-eval", *argv])] if argv else [],
+        commands=commands,
         foot=f"{describe_environment(results)}.",
     )
     report.commit(_RESULTS, finite(results, infinity=str))

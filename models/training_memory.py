@@ -70,11 +70,13 @@ def training_memory(
         rounded: Number of frozen parameters that are stored in bfloat16.
         shared: Bytes of the teacher that are weights of the model too.
     """
+    copies = _BFLOAT16 * trained if autocast else 0
+    moments = _ADAMW * trained if optimizer == "adamw" else 0
     return TrainingMemory(
         weights=_FLOAT32 * (parameters - rounded) + _BFLOAT16 * rounded,
-        copies=_BFLOAT16 * trained if autocast else 0,
+        copies=copies,
         gradients=_FLOAT32 * trained,
-        optimizer=_ADAMW * trained if optimizer == "adamw" else 0,
+        optimizer=moments,
         teacher=teacher - shared,
     )
 

@@ -195,12 +195,13 @@ class Ablation:
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
         """Append the row of a cell, and print its loss or the error."""
         options = self.options
+        commands = [] if cell.method == UNMERGED else self._commands(cell)
         row: rows.Row = {
             **cell._asdict(),
             "seed": options.seed,
             "train": None,
             "teacher": options.teacher,
-            "commands": [] if cell.method == UNMERGED else self._commands(cell),
+            "commands": commands,
             "error": error,
             **columns,
             "options": self._identity,

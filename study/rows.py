@@ -35,7 +35,7 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
         for line in _whole_lines(text):
             row = parse_json(line, ROWS)
             latest[Cell.of(row)] = {"error": row["error"], "options": row["options"], **row}
-        return {cell: latest[cell] for cell in sorted(latest, key=lambda cell: cell.order)}
+        return dict(sorted(latest.items(), key=lambda item: item[0].order))
     except (ValueError, KeyError, TypeError) as error:
         raise RefusedError(
             f"{path} holds no rows of a study; choose another directory with -o"

@@ -233,11 +233,12 @@ def _activations(resolved: Resolved, length: Length | None, processes: int) -> i
 
     options = resolved.options
     micro_batch = options.micro_batch or length.blocks // processes
+    number_bytes = 2 if precision_name(options) == "bfloat16" else 4
     return activation_memory(
         hidden_size,
         layers,
         tokens=micro_batch * length.block,
-        number_bytes=2 if precision_name(options) == "bfloat16" else 4,
+        number_bytes=number_bytes,
         checkpointing=options.gradient_checkpointing,
     )
 

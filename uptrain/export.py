@@ -43,10 +43,9 @@ def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> Non
 
         # The card shows the record with the path of the base model from the result's place
         conversion = conversion_record(run, record)
-        documents: dict[str, str | Path] = {
-            METRICS: run.metrics if run.metrics.is_file() else "",  # users delete it
-            CARD: result_card(run, output.out.name, record),
-        }
+        metrics = run.metrics if run.metrics.is_file() else ""  # users delete it
+        card = result_card(run, output.out.name, record)
+        documents: dict[str, str | Path] = {METRICS: metrics, CARD: card}
         if conversion is not None:
             documents[PROVENANCE] = json.dumps(conversion, indent=2) + "\n"
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.models.names import shared_names
-from gqa.uptrain.weights import is_of_mamba, stored_dtypes, trained_tensors
+from gqa.uptrain.weights import exported_names, is_of_mamba, stored_dtypes
 
 
 def frozen_linear_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, nn.Linear]:
@@ -37,7 +37,7 @@ def frozen_linear_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> dict
     """
     tied = shared_names(model)
     dtypes = stored_dtypes(model, checkpoint)
-    exported = {name for names in trained_tensors(model).values() for name in names}
+    exported = exported_names(model)
 
     layers = {}
     for path, module in model.named_modules():

@@ -56,11 +56,12 @@ def _content_hashes(
         libraries = versions("torch", "transformers")
         content["--data"] = f"{options.data[0]} {libraries} {native_bfloat16(device)}"
     else:
-        content["--data"] = " ".join(
-            # A stream from the hub
-            source.spec if options.streaming and not source.files else source.identify()
-            for source in data_sources(options)
-        )
+        identities = []
+        for source in data_sources(options):
+            is_hub_stream = options.streaming and not source.files
+            identity = source.spec if is_hub_stream else source.identify()
+            identities.append(identity)
+        content["--data"] = " ".join(identities)
     return {
         f"content of {name}": hashlib.sha256(value.encode()).hexdigest()[:12]
         for name, value in content.items()

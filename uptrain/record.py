@@ -33,6 +33,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
 
     recorded_options = request(options_used(setup), argv)["options"]
     teacher = setup.teacher_checkpoint
+    teacher_name = recorded_options["teacher"] if options.distills else None
 
     record = {
         **stamp("gqa-uptrain", argv),
@@ -42,7 +43,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         "alpha": options.alpha,
         "tokens": progress.tokens,
         "steps": progress.step,
-        "teacher": recorded_options["teacher"] if options.distills else None,
+        "teacher": teacher_name,
         "teacher_is_base": distills_from_base(source, teacher),
         "teacher_revision": teacher and teacher.revision,
         "losses": _losses(setup, progress),

@@ -67,11 +67,12 @@ class Saver:
         """
         setup = self._setup
         start = time.monotonic()
+        stream = gather_object(positions_of(bookmark)) if bookmark else []
         record = {
             **vars(progress),
             **setup.run,
             "batch_size": setup.options.batch_size,
-            "stream": gather_object(positions_of(bookmark)) if bookmark else [],
+            "stream": stream,
             "unreadable_text": unreadable_text,
         }
         keep = 2 if setup.options.save_every else 1

@@ -106,18 +106,22 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
     """The same, JSON-ready; sizes in bytes, times in seconds."""
     resolved = plan.resolved
     options = resolved.options
+    teacher = options.teacher if options.distills else None
+    steps = plan.length.steps if plan.length else None
+    tokens_per_step = plan.length.tokens_per_step if plan.length else None
+    time = asdict(plan.time) if plan.time else None
     return {
         "dry_run": True,
         "model": resolved.checkpoint.hub_id or resolved.checkpoint.name,
         "output": str(options.output),
-        "teacher": options.teacher if options.distills else None,
+        "teacher": teacher,
         "train": options.train,
         "data": list(options.data),
         "tokens": options.tokens,
-        "steps": plan.length.steps if plan.length else None,
-        "tokens_per_step": plan.length.tokens_per_step if plan.length else None,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step,
         "precision": plan.precision,
-        "time": asdict(plan.time) if plan.time else None,
+        "time": time,
         **asdict(plan.needs),
         "state": plan.needs.state,
         "memory": plan.needs.memory,

@@ -196,10 +196,12 @@ class _ChunkedSum(torch.autograd.Function):
         ctx.gradients = None
 
         # In float32, as the slices are added; autograd casts the result.
-        scaled = [
-            None if gradient is None else gradient.float().mul_(upstream[0])
-            for gradient in gradients
-        ]
+        scaled = list[Tensor | None]()
+        for gradient in gradients:
+            if gradient is None:
+                scaled.append(None)
+            else:
+                scaled.append(gradient.float().mul_(upstream[0]))
         return None, None, None, *scaled
 
 

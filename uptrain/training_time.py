@@ -63,7 +63,7 @@ def step_seconds(
         hidden_size: Of the model: narrow matrices are multiplied less fast.
         dtype: In which matrices are multiplied.
     """
-    forward = parameters * (2 if checkpointing else 1)
+    forward = 2 * parameters if checkpointing else parameters
     backward = parameters + trained  # gradients of activations, and of weights
     # Each parameter multiplies and adds once.
     operations = 2 * tokens * (forward + backward + teacher)

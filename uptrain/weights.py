@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,6 +94,11 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, list[str]]:
     }
 
 
+def exported_names(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of which `trained_tensors` are made."""
+    return set(chain.from_iterable(trained_tensors(model).values()))
+
+
 def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
     """Bytes of the tensors of a checkpoint that training may change, as they are stored."""
     trained = trained_tensors(model)
@@ -101,13 +107,11 @@ def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
 
 def exported_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of a state dict of which `trained_tensors` are made, adapters included."""
-    exported = {name for names in trained_tensors(model).values() for name in names}
-    parts = {
-        part
-        for name, parts_of_name in adapter_parts(weights).items()
-        if name in exported
-        for part in parts_of_name
-    }
+    exported = exported_names(model)
+    parts = set[str]()
+    for name, parts_of_name in adapter_parts(weights).items():
+        if name in exported:
+            parts.update(parts_of_name)
     return {name: tensor for name, tensor in weights.items() if name in parts}
 
 

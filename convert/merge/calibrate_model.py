@@ -66,7 +66,8 @@ def calibrate_model(
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)
         layers.add(_tensors(results), pair.state(), error)
-        watcher.update(note="" if error is None else f"error {error:.3g}")
+        note = "" if error is None else f"error {error:.3g}"
+        watcher.update(note=note)
     return check.result() if check else None
 
 

@@ -313,8 +313,13 @@ class CalibrationText:
 
         Raises CorpusError.
         """
-        specs = (*self.sources, *filter(None, [self.heldout]))
-        return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
+        identities = []
+        for spec in (*self.sources, *filter(None, [self.heldout])):
+            if is_self(spec):
+                identities.append(spec)
+            else:
+                identities.append(self._source(spec).identify())
+        return identities
 
     @property
     def total_tokens(self) -> int:
@@ -583,8 +588,9 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     for block in blocks:
         copied.update(searched.intersection(_windows(block)))
 
-    shares = [np.mean([window in copied for window in windows]) for windows in heldout_windows]
-    is_copy = np.array(shares) >= _COPY_SHARE
+    copied_windows = [sum(map(copied.__contains__, windows)) for windows in heldout_windows]
+    # Blocks are equally long, so they have equally many windows.
+    is_copy = np.array(copied_windows) >= _COPY_SHARE * len(heldout_windows[0])
     if is_copy.any():
         watcher.warn(
             f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that are meant to measure "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,11 @@ class FinishedLayers:
         self._saved_at = time.monotonic()
 
         if self._state.exists():
-            with suppress(RefusedError) if overwrite else nullcontext():
+            try:
                 self._continue()
+            except RefusedError:
+                if not overwrite:
+                    raise
         if not self.count:
             self.remove()
 

@@ -128,7 +128,8 @@ def fit_module(task: FitTask) -> FittedModule:
 
     # 1. Second moments. For a search they are measured of all heads as one group, because those of
     # any group are a part of them.
-    moments = measure_moments(task, rotary, w_o, groups=1 if search else groups)
+    measured_groups = 1 if search else groups
+    moments = measure_moments(task, rotary, w_o, measured_groups)
 
     # 2. The heads of each group; the search itself is small, and runs on the CPU.
     order = None
@@ -222,7 +223,8 @@ def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
             **capture.options,
         )
         few_scores = q[..., 0].numel() * k.shape[2] <= MAX_SCORES
-        parts = stacked.split(width if few_scores else heads.value_dim, -1)
+        part_width = width if few_scores else heads.value_dim
+        parts = stacked.split(part_width, -1)
         attended = torch.cat([attend(v=part) for part in parts], -1)  # (B, T, H, m e)
 
         roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)

@@ -76,7 +76,8 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
         ) from error
 
     model.tie_weights()  # empty weights are not tied
-    return model.eval(), attend_eager if eager else attend_sdpa
+    attend = attend_eager if eager else attend_sdpa
+    return model.eval(), attend
 
 
 class LayerRunner:

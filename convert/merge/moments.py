@@ -203,7 +203,8 @@ def head_maps(
     output = None
     if values:
         value = torch.stack([shared.merge for shared in values]).cpu()
-        output = torch.block_diag(*(back for shared in values for back in shared.back)).cpu()
+        maps_back = torch.cat([shared.back for shared in values])  # one for each head
+        output = torch.block_diag(*maps_back).cpu()
     return HeadMaps(key, value, query, output, order)
 
 

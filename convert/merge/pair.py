@@ -60,6 +60,7 @@ class ModelPair:
         base_config = transformers_config(config.raw)
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
         self._modules = _decoder_modules(plan, base_config.is_encoder_decoder)
+        output_name = self.symmetry.output if self.symmetry else None
 
         def runner(model_config: Any, stored_names: Iterable[str]) -> LayerRunner:
             """One of the models: both read the base model's checkpoint."""
@@ -68,7 +69,7 @@ class ModelPair:
                 model_config,
                 self._modules[0].path,
                 stored_names,
-                output_name=self.symmetry.output if self.symmetry else None,
+                output_name=output_name,
                 dtype=getattr(torch, options.dtype),
                 device=options.device,
             )

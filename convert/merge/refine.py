@@ -68,19 +68,16 @@ def refine(
     validation, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
-        for optimizer in optimizers
-    ]
+    schedules = [_linear_schedule(optimizer, settings.steps) for optimizer in optimizers]
     energy = (mean_squares(targets) * position_weights).mean().clamp_min(1e-30).to(device)
 
     def losses(rows: Tensor) -> Iterator[Tensor]:
         """Parts of the loss of the blocks `rows`, as many blocks at once as fit into a layer."""
         for part in rows.split(blocks_at_once):
             args, kwargs = arguments(part)
-            dtype = (args[0] if args else kwargs["hidden_states"]).dtype
+            hidden_states = args[0] if args else kwargs["hidden_states"]
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
+                cast = {name: tensor.to(hidden_states.dtype) for name, tensor in weights.items()}
                 output = first_tensor(torch.func.functional_call(module, cast, args, kwargs))
 
             errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
@@ -148,6 +145,13 @@ def split_blocks(
         return order, order
     count = max(1, round(blocks * settings.validation))
     return order[:count], order[count:]
+
+
+def _linear_schedule(
+    optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that falls to 0 in so many steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
 
 
 def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:

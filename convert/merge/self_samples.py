@@ -173,7 +173,8 @@ def sampled_blocks(
     )
     identity = sampler.identify(samples_identity(checkpoint, trust_remote_code))
     path = store_batches(identity, size, batch, n_blocks, sampler.sample)
-    fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
+    kind = "plain" if plain else MIX
+    fingerprint = f"self {path.stem} {kind}"
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
 
 

@@ -146,7 +146,8 @@ def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int
     """Numbers in memory: hidden states of the text, a layer of both models, and second moments."""
     hidden = int(_STREAM_COPIES * options.text.total_tokens * sizes.width)
     layers = 2 * (sizes.layer + sizes.embeddings)
-    return hidden + layers + (sizes.moments if plan.searches(options.grouping) else 0)
+    moments = sizes.moments if plan.searches(options.grouping) else 0
+    return hidden + layers + moments
 
 
 def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) -> Workload:

@@ -40,6 +40,13 @@ def _falcon_old_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | No
     return {"new_decoder_architecture": True, "num_kv_heads": groups, "num_ln_in_parallel_attn": 1}
 
 
+def _gpt_bigcode_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
+    """Edits of GPTBigCode, which can only have 1 KV head or as many as query heads."""
+    if groups in (1, heads.query):
+        return {"multi_query": groups == 1}
+    return None
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "fused [Q | K | V]",
@@ -105,8 +112,6 @@ FAMILIES: tuple[Family, ...] = (
         attention=("attn",),
         rules=(Rule("c_attn", Fused("grouped")),),
         heads=_multi_query_heads,
-        edits=lambda groups, heads, config: (
-            {"multi_query": groups == 1} if groups in (1, heads.query) else None
-        ),
+        edits=_gpt_bigcode_edits,
     ),
 )

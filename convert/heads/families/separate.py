@@ -6,6 +6,7 @@ from typing import Any
 
 from gqa.convert.heads.family import (
     SEPARATE,
+    Edits,
     Family,
     LayerHeads,
     Rule,
@@ -73,6 +74,13 @@ def _mimo_heads(config: Any, layer: int) -> LayerHeads:
     heads = uniform_heads(config)
     kv = heads.kv * 2 if _slides(config, layer) else heads.kv
     return LayerHeads(heads.query, kv, heads.key_dim, config.v_head_dim)
+
+
+def _paired_head_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
+    """Edits of differential heads, which are paired, so their number is even."""
+    if groups % 2 == 0:
+        return {"num_key_value_heads": groups}
+    return None
 
 
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
@@ -250,9 +258,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="G must be even: value head i is paired with head i + G / 2",
         unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
-        edits=lambda groups, heads, config: (
-            {"num_key_value_heads": groups} if groups % 2 == 0 else None
-        ),
+        edits=_paired_head_edits,
     ),
     Family(
         "sliding layers with twice the KV heads",
