@@ -83,7 +83,7 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
             out = scratch / f"{family}-{method}"
 
             def convert(base: Path = base, out: Path = out, method: str = method) -> str:
-                convert_checkpoint(base, 2, out, method=method, calibration=options)
+                convert_checkpoint(base, 2, out, method=method, maps_options=options)
                 return weights_digest(out)
 
             if not (family == "gqa_t5" and method in ("calibrated", "refined")):

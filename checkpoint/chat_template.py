@@ -28,7 +28,7 @@ from gqa.core.errors import RefusedError, explain
 
 SECONDS = 5  # of computing for one chat; published templates take milliseconds
 MEMORY = 1 << 30  # bytes beside those of the process itself
-CHARACTERS = 100_000  # that it writes for one letter
+MAX_CHARACTERS = 100_000  # that it writes for one letter
 # Seconds until the process has started, imported transformers and rendered, on a busy machine.
 _DEADLINE = 120
 _FILE = "chat_template.jinja"
@@ -199,4 +199,4 @@ def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | N
 def _render_once(template: str, variables: tuple[tuple[str, str], ...], content: str) -> Answer:
     """The answer for the chat of one user's message, by a process of its own."""
     messages = [{"role": "user", "content": content}]
-    return ChatRenderer(template, dict(variables)).render(messages, CHARACTERS)
+    return ChatRenderer(template, dict(variables)).render(messages, MAX_CHARACTERS)

@@ -24,10 +24,10 @@ from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side
 from gqa.checkpoint.nearby import similar_directory
 from gqa.checkpoint.read import (
     Checkpoint,
-    advice,
     cached_revision,
     read_checkpoint,
     read_json,
+    what_to_pass,
 )
 from gqa.core.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 
@@ -164,9 +164,9 @@ def _cached(model: str, directory: Path) -> Iterator[None]:
     except MissingError:
         raise
     except CorruptError as error:
-        advice = f"to download it again delete {directory.parent.parent}"
+        remedy = f"to download it again delete {directory.parent.parent}"
         raise type(error)(
-            f"{error}; it is in the cache of the hub, as {model}: {advice}"
+            f"{error}; it is in the cache of the hub, as {model}: {remedy}"
         ) from error
     except RefusedError as error:
         raise RefusedError(f"{model}: {error}") from error
@@ -199,7 +199,7 @@ def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoin
 
     fetch = partial(_fetch, model, commit)
     if "config.json" not in names:
-        raise RefusedError(f"{model} has no config.json; {advice(names)}")
+        raise RefusedError(f"{model} has no config.json; {what_to_pass(names)}")
     with _cached(model, directory):
         config = read_json(directory, "config.json")
         files, _ = weight_files(config, names, lambda name: read_json(fetch(name), name))
@@ -226,8 +226,10 @@ def _names_at_hub(model: str, commit: str) -> tuple[set[str] | None, Exception |
     with _hub_errors(model):
         try:
             return set(HfApi().list_repo_files(model, revision=commit)), None
-        except HfHubHTTPError:
-            raise
+        except HfHubHTTPError as error:
+            if error.response.status_code < 500:
+                raise
+            return None, error  # the hub is out of order
         except Exception as error:  # offline or no answer
             return None, error
 

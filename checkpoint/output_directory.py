@@ -318,10 +318,10 @@ def _unlisted_files(directory: Path, records: str) -> Iterator[str]:
 
 def free_space(out: Path) -> int:
     """Bytes that are free where `out` will be."""
-    return shutil.disk_usage(_existing_parent(out)).free
+    return shutil.disk_usage(existing_parent(out)).free
 
 
-def _existing_parent(out: Path) -> Path:
+def existing_parent(out: Path) -> Path:
     """The nearest directory above `out` that exists; the root of a file system for itself."""
     absolute = out.absolute()
     return next((path for path in absolute.parents if path.is_dir()), absolute)
@@ -336,5 +336,5 @@ def require_space(needed: int, out: Path, what: str = "the result takes") -> Non
     if free < needed:
         raise OutputError(
             f"no space left: {what} {needed:,} bytes, but only {free:,} are free at "
-            f"{_existing_parent(out)}; free some space, or choose another directory with -o"
+            f"{existing_parent(out)}; free some space, or choose another directory with -o"
         )

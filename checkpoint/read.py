@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -72,6 +73,8 @@ _PACKED = (
     ".weight.absmax",
     ".weight.quant_map",
 )
+# Causal masks that old versions of transformers stored next to weights, as U8 or BOOL.
+CAUSAL_MASK = re.compile(r".*\.(attn|attention)\.(masked_)?bias")
 _PACKED_DTYPES = frozenset(
     (
         "U8",
@@ -137,7 +140,8 @@ class Checkpoint:
         """One tensor, in its stored dtype and shape.
 
         Args:
-            spec: Its entry in `tensors`.
+            spec: Its entry in `tensors`, with a dtype of TORCH_DTYPES. Tensors of others are only
+                copied as bytes (of a `.bin` file they can be read).
             buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
                 use.
 
@@ -202,7 +206,10 @@ class Checkpoint:
 
 def is_packed(spec: TensorSpec) -> bool:
     """Whether a tensor holds quantized weights, or their scales."""
-    return spec.name.endswith(_PACKED) or (spec.dtype in _PACKED_DTYPES and len(spec.shape) > 1)
+    if spec.name.endswith(_PACKED):
+        return True
+    is_matrix = len(spec.shape) > 1 and not CAUSAL_MASK.fullmatch(spec.name)
+    return is_matrix and spec.dtype in _PACKED_DTYPES
 
 
 def stored_as(tensor: Tensor, dtype: str) -> Tensor:
@@ -307,7 +314,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def advice(present: AbstractSet[str]) -> str:
+def what_to_pass(present: AbstractSet[str]) -> str:
     """What to give instead of a directory or repository with these files, which is no checkpoint of
     transformers.
     """
@@ -342,7 +349,7 @@ def read_checkpoint(
         )
     present = present or {path.name for path in directory.iterdir()}
     if "config.json" not in present:
-        remedy = checkpoints_hint(directory) or advice(present)
+        remedy = checkpoints_hint(directory) or what_to_pass(present)
         raise MissingError(f"{directory} has no config.json; {remedy}")
     config = read_json(directory, "config.json")
 
@@ -352,7 +359,7 @@ def read_checkpoint(
         weights = listing(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
         raise MissingError(
             f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but "
-            f"{weights or 'no weights at all'}; {advice(present)}"
+            f"{weights or 'no weights at all'}; {what_to_pass(present)}"
         )
 
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}

@@ -60,7 +60,8 @@ def _address_space(resource: Any) -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * int(resource.getpagesize())
     except OSError:
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
 def main() -> None:

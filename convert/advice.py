@@ -65,7 +65,7 @@ def quality_line(plan: Plan, maps: StoredMaps | None, options: ConvertOptions, o
     if config.is_encoder_decoder:
         return (
             "not measured; gqa-eval measures it on pairs of text: see its options --data and "
-            "--target-field"
+            "--target-column"
         )
     if not _has_tokenizer(plan, options):
         return "not measured: the model has no tokenizer that transformers can load"
@@ -99,10 +99,10 @@ def next_line(
     best = plan.available_methods[-1]
     command = conversion_command(plan, options, best)
     if best.name != plan.method_name and command:
-        seconds, _ = estimate(plan, best, options.maps)
-        takes = f"about {duration(seconds)} on {options.maps.device}"
+        seconds, _ = estimate(plan, best, options.maps_options)
+        takes = f"about {duration(seconds)} on {options.maps_options.device}"
         return f"for better quality, use --method {best.name} ({takes}): {command}"
-    if not plan.reads_text:  # a warning says so already
+    if not plan.reads_text:  # `warnings` has advised training
         return ""
 
     command = more_text_command(plan, options)
@@ -118,7 +118,7 @@ def next_line(
     goal = "for better quality distill from the base model"
     if _fits_training(plan, options):
         return f"{goal}: {command}"
-    needed = size(default_training_memory(plan, options.maps.device))
+    needed = size(default_training_memory(plan, options.maps_options.device))
     return f"{goal}; by default that needs about {needed}, so look at the plan first: {command}"
 
 
@@ -264,10 +264,10 @@ def _frozen_matrices(plan: Plan, attention: tuple[str, ...]) -> Iterator[OutputT
 
 def _fits_training(plan: Plan, options: ConvertOptions) -> bool:
     """Whether gqa-uptrain surely fits this machine with its default options."""
-    total = devices.total_memory(options.maps.device)
+    total = devices.total_memory(options.maps_options.device)
     if total is None:
         return True
-    return default_training_memory(plan, options.maps.device) <= _SURE_SHARE * total
+    return default_training_memory(plan, options.maps_options.device) <= _SURE_SHARE * total
 
 
 def more_text_command(plan: Plan, options: ConvertOptions) -> str:

@@ -19,6 +19,7 @@ from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config, valid_groups
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods.table import DEFAULT
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
@@ -67,15 +68,17 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
             raise _no_kv_heads(checkpoint)
         return _plan(checkpoint, options.kv_heads, options)
 
-    from gqa.convert.merge.budget import heads_within, uneven
+    from gqa.convert.merge.budget import heads_within, uneven_heads
 
     # Check plan and output before fetching weights and measuring layers.
     share = options.kv_budget
-    plan_to_check = _plan(checkpoint, uneven(checkpoint, share), options)
+    heads = uneven_heads(checkpoint, share)
+    make_plan(checkpoint, heads, DEFAULT)  # the method that measures layers must fit the model too
+    plan_to_check = _plan(checkpoint, heads, options)
     open_output(options, plan_to_check)
 
     fetch_weights(checkpoint)
-    heads, losses = heads_within(checkpoint, share, options.maps, watcher)
+    heads, losses = heads_within(checkpoint, share, options.maps_options, watcher)
     return _plan(checkpoint, heads, options, losses)
 
 
@@ -104,7 +107,7 @@ def _plan(
     """The plan of these options, with text that can be used if the method reads any."""
     plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype, losses)
     if plan.reads_text:
-        options.maps.text.check_sources(checkpoint)
+        options.maps_options.text.check_sources(checkpoint)
     return plan
 
 
@@ -124,7 +127,7 @@ def convert(
     watcher: Watcher = SILENT,
     argv: Sequence[str] = (),
     *,
-    calibration: MapsOptions | None = None,
+    maps_options: MapsOptions | None = None,
 ) -> Conversion:
     """Run a plan: fetch weights, find the maps of its method, stream the shards into the output,
     verify them from disk, make them visible.
@@ -136,7 +139,7 @@ def convert(
     Args:
         plan: Made with `prepare` from the same options.
         argv: The command's arguments, for the record.
-        calibration: How to find maps, instead of `options.maps`.
+        maps_options: How maps are computed, instead of as `options` say.
 
     Raises:
         RefusedError: Weights or text cannot be used; nothing is left at the output either.
@@ -145,13 +148,13 @@ def convert(
     """
     out = output_of(options, plan)
     command = request(options, argv)
-    maps_options = None
+    how = None
     if plan.needs_maps:
-        maps_options = calibration or options.maps  # refuses a device that cannot be used
+        how = maps_options or options.maps_options  # refuses a device that cannot be used
     output = open_output(options, plan)
     fetch_weights(plan.checkpoint)
 
-    with output, _maps_of_plan(plan, out, maps_options, watcher, options.overwrite) as maps:
+    with output, _maps_of_plan(plan, out, how, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
         record = ConvertedCheckpoint(plan, maps, watcher.update).write(
             output,
@@ -204,10 +207,10 @@ def convert_checkpoint(
     kv_heads: int | tuple[int, ...],
     out: str | os.PathLike[str] | None = None,
     *,
-    calibration: MapsOptions | None = None,
+    maps_options: MapsOptions | None = None,
     **options: Any,
 ) -> Conversion:
     """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
     output = Path(out) if out else None
     settings = ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, output=output, **options)
-    return convert(prepare(settings), settings, calibration=calibration)
+    return convert(prepare(settings), settings, maps_options=maps_options)

@@ -127,10 +127,10 @@ def quality_paragraph(level: Level, text: str) -> str:
 
 def _tags(plan: Plan) -> list[str]:
     """Tags at the hub: the tool, and the kind of attention."""
-    kind = "grouped-query-attention"
-    if plan.fewest == plan.config.main.query:
+    kind = "grouped-query-attention"  # also where layers differ
+    if plan.groups == plan.config.main.query:
         kind = "multi-head-attention"
-    elif plan.fewest == 1:
+    elif plan.groups == 1:
         kind = "multi-query-attention"
     return ["gqa-convert", kind]
 

@@ -137,12 +137,12 @@ def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
     """
     from gqa.convert.estimate import duration, estimate
 
-    device = options.maps.device
-    seconds, memory = estimate(plan, method, options.maps)
+    device = options.maps_options.device
+    seconds, memory = estimate(plan, method, options.maps_options)
     text = f"estimate    about {duration(seconds)} on {device}"
     has_quick = _QUICK in plan.available_methods
     if seconds > _LONG and plan.reads_text and has_quick:
-        quick_seconds, _ = estimate(plan, _QUICK, options.maps)
+        quick_seconds, _ = estimate(plan, _QUICK, options.maps_options)
         text += (
             f"; --method {_QUICK.name} reads only the weights and takes about "
             f"{duration(quick_seconds)}, but loses more: {_QUICK_LOSS}"
@@ -203,8 +203,8 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
     costs = {}
     for method in plan.available_methods:
-        device = options.maps.device
-        seconds, memory = estimate(plan, method, options.maps)
+        device = options.maps_options.device
+        seconds, memory = estimate(plan, method, options.maps_options)
         cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
         if method == plan.merge_method:
             cost += "  <- this plan"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _BENCHMARK_SECONDS = 0.2
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-# That a layer takes to compute one token of each text in a batch, however small it is. On a GPU
-# Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
+# Seconds in which a layer computes one position of all texts of a batch, however small it is. On a
+# GPU Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
 _STEP_SECONDS = 5e-4
 _GPU_STEP_SECONDS = 1.2e-3
 # Of KV caches that a device reads while it generates text.
@@ -30,6 +30,8 @@ _CACHE_BYTES_A_SECOND = 1e10
 _GPU_CACHE_BYTES_A_SECOND = 1e12
 
 _OVERHEAD_BYTES = 8 << 20
+_COPIES = 4  # of a tensor, while its heads are merged
+_FLOAT32_BYTES = 4
 
 
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
@@ -99,4 +101,4 @@ def measure_flops(device: str, width: int, dtype: str = "float32") -> float:
 def _writing_memory(plan: Plan) -> int:
     """Bytes held while tensors are merged and written."""
     largest = max((tensor.source.numel for tensor in plan.changed), default=0)
-    return _OVERHEAD_BYTES + 4 * DEFAULT_JOBS * 4 * largest
+    return _OVERHEAD_BYTES + _COPIES * DEFAULT_JOBS * _FLOAT32_BYTES * largest

@@ -46,16 +46,19 @@ def with_maps(
     try:
         quality = method.find_maps(plan, layers, options, watcher)
     except BaseException as error:
-        # A refusal will come again; after anything else the layers save time.
-        layers.remove(keep=is_continued or not isinstance(error, RefusedError))
+        # A refusal will come again, so what this run made goes; layers of an earlier run stay.
+        if isinstance(error, RefusedError) and not is_continued:
+            layers.remove()
+        else:
+            layers.remove_unless_continuable()
         if not out_of_memory(error):
             raise
-        raise NoMemoryError(method.out_of_memory(options)) from error
+        raise NoMemoryError(method.out_of_memory_message(options)) from error
 
     try:
         yield layers.stored_maps(quality)
     except BaseException:  # the result could not be written: layers that took hours stay
-        layers.remove(keep=True)
+        layers.remove_unless_continuable()
         raise
     layers.remove()
 

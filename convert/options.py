@@ -109,7 +109,7 @@ class ConvertOptions(Options):
         methods="text",
         group="Calibration text",
     )
-    field: str = option(
+    text_column: str = option(
         "text",
         "Column that holds the text, in JSON files, tables and hub datasets. For chats: messages "
         "or conversations.",
@@ -126,9 +126,9 @@ class ConvertOptions(Options):
         methods="text",
         group="Calibration text",
     )
-    target_field: str | None = option(
+    target_column: str | None = option(
         None,
-        "Encoder-decoders: the column of targets; --field names that of sources.  "
+        "Encoder-decoders: the column of targets; --text-column names that of sources.  "
         "[default: mask spans of plain text]",
         metavar="NAME",
         methods="text",
@@ -198,7 +198,7 @@ class ConvertOptions(Options):
     repeats: bool = option(True, methods="text", expert=True)
 
     @cached_property
-    def maps(self) -> MapsOptions:
+    def maps_options(self) -> MapsOptions:
         """How maps are computed. Raises RefusedError for a device that cannot be used.
 
         Found once, since the device is looked for.
@@ -206,14 +206,14 @@ class ConvertOptions(Options):
         from gqa.core.devices import find_device
 
         text = CalibrationText(
-            self.data,
-            self.tokens,
-            self.context,
-            self.seed,
-            self.field,
-            self.target_field,
-            self.repeats,
-            self.trust_remote_code,
+            sources=self.data,
+            tokens=self.tokens,
+            length=self.context,
+            seed=self.seed,
+            text_column=self.text_column,
+            target_column=self.target_column,
+            repeats=self.repeats,
+            trust_remote_code=self.trust_remote_code,
             separator=self.separator,
         )
         refinement = Refinement(self.refine_steps, seed=self.seed)

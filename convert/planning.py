@@ -98,7 +98,7 @@ def _plan(
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
         checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
-    check_groups(config, requested, checkpoint.name)
+    check_groups(config, requested, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)
 
     # 2. The method, if any heads are merged.
@@ -160,18 +160,24 @@ def _one_number(groups: Groups) -> Groups:
 # -------------------------------------------------------------------------------- checks of options
 
 
-def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
-    """Raise RefusedError for a number of KV heads that the model or a layer of it cannot have."""
+def check_groups(config: ModelConfig, requested: Groups, groups: Groups, name: str) -> None:
+    """Raise RefusedError for a number of KV heads that the model or a layer of it cannot have.
+
+    Args:
+        config: Of the base model.
+        requested: The numbers as the user passed them.
+        groups: The same, but one number if all layers have the same.
+        name: Of the base model.
+    """
     main = config.main
     allowed = valid_groups(config)
 
+    if isinstance(requested, tuple) and len(requested) != config.layers:
+        raise RefusedError(
+            f"--kv-heads has numbers for {len(requested)} layers, but {name} has {config.layers} "
+            "layers; pass one number per layer, or one number for all"
+        )
     if isinstance(groups, tuple):
-        if len(groups) != config.layers:
-            raise RefusedError(
-                f"--kv-heads has numbers for {len(groups)} layers, but {name} has {config.layers} "
-                "layers; pass one number per layer, or one number for all"
-            )
-
         base_counts = {config.heads(layer).kv for layer in range(config.layers)}
         if len(base_counts) > 1:
             raise RefusedError(
@@ -180,8 +186,8 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
             )
         allowed = [count for count in allowed if count <= main.kv]
 
-    requested = {groups} if isinstance(groups, int) else set(groups)
-    impossible = requested.difference(allowed)
+    counts = {groups} if isinstance(groups, int) else set(groups)
+    impossible = counts.difference(allowed)
     if impossible:
         count = min(impossible)
         note = f" ({config.family.note})" if config.family.note else ""
@@ -189,7 +195,7 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
         changing = [count for count in allowed if is_by_layer or count != main.kv]
         option = f"--kv-heads {count}"
         if isinstance(groups, tuple):
-            option += f" of layer {groups.index(count) + 1}"
+            option += f" of layer {groups.index(count)}"
         if count < main.kv and main.kv % count:
             why = f"does not divide the {main.kv} KV heads of {name}"
         else:
@@ -235,7 +241,7 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
     symmetry = config.symmetry
     if merge_method is None or merge_method.reads == "nothing" or isinstance(symmetry, str):
         return False
-    if not symmetry.regroups(config.text):
+    if not symmetry.can_reorder_heads(config.text):
         return False
 
     heads = config.main

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CAST_CHUNK = 4 << 20  # numbers cast at a time
-BLOCK = 1 << 16  # bytes of a sampled block
+SAMPLED_BYTES = 1 << 16  # bytes of a sampled block
 
 
 class _CancelledError(Exception):
@@ -103,7 +103,7 @@ class ConvertedCheckpoint(CheckpointWriter):
             _cast(checkpoint, target, tensor, buffer, self._advance)
         else:
             changed = _changed_tensor(self._plan, self._maps, tensor.change, buffer)
-            write_tensor(target, stored_as(changed, tensor.dtype), self._advance)
+            write_tensor(target, _stored_as(changed, tensor), self._advance)
 
     def _advance(self, count: int) -> None:
         """Report bytes that are written. Raises _CancelledError if another shard has failed."""
@@ -126,21 +126,23 @@ def _cast(
     """Write a tensor whose heads stay and that is cast, unpickled (`.bin`) or computed by a view, a
     bounded piece at a time.
     """
-    source = tensor.source
-    for piece in _pieces(checkpoint, source, buffer):
-        cast = stored_as(piece, tensor.dtype)
-        if cast.dtype != piece.dtype and _overflows(piece, cast):
-            raise OutputError(
-                f"{source.name} has numbers too large for {tensor.dtype}; pass another --dtype"
-            )
-        write_tensor(target, cast, progress)
+    for piece in _pieces(checkpoint, tensor.source, buffer):
+        write_tensor(target, _stored_as(piece, tensor), progress)
 
 
-def _overflows(piece: Tensor, cast: Tensor) -> bool:
-    """Whether numbers of a piece became infinite when it was cast."""
-    if all_finite(cast):
-        return False
-    return not cast.isfinite().equal(piece.isfinite())
+def _stored_as(numbers: Tensor, tensor: OutputTensor) -> Tensor:
+    """Numbers of a tensor in the dtype in which it is stored.
+
+    Raises OutputError if some of them become infinite.
+    """
+    cast = stored_as(numbers, tensor.dtype)
+    if cast.dtype == numbers.dtype or all_finite(cast):
+        return cast
+    if not cast.isfinite().equal(numbers.isfinite()):
+        raise OutputError(
+            f"{tensor.source.name} has numbers too large for {tensor.dtype}; pass another --dtype"
+        )
+    return cast
 
 
 def _pieces(
@@ -247,8 +249,8 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
         actual = np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8)
         return np.array_equal(expected, actual)
 
-    size = min(BLOCK, spec.nbytes)
-    starts = {0, max(0, spec.nbytes // 2 - BLOCK), max(0, spec.nbytes - BLOCK)}
+    size = min(SAMPLED_BYTES, spec.nbytes)
+    starts = {0, max(0, spec.nbytes // 2 - SAMPLED_BYTES), max(0, spec.nbytes - SAMPLED_BYTES)}
     with source.path(original.file).open("rb", buffering=0) as stream:
         for start in starts:
             expected_block = _read(stream, original.begin + start, size)

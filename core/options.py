@@ -177,8 +177,10 @@ def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
         return None
 
     number, unit = match.groups()
-    amount = int(Fraction(number) * units.get(unit, 0))
-    return amount or None
+    amount = Fraction(number) * units.get(unit, 0)
+    if amount.denominator != 1:
+        return None
+    return int(amount) or None
 
 
 def tokens_type(least: int = 1) -> Amount:
@@ -384,7 +386,12 @@ class Options:
         for name, (kind, _) in _types(command).items():
             value = getattr(self, name)
             default = field_of(command, name).default
-            if value is None or (value == default and type(value) is type(default)):
+            if value is None and default is MISSING:
+                raise RefusedError(f"{name} is missing; pass a value")
+            if value is None:  # not given, as on the command line
+                object.__setattr__(self, name, default)
+                continue
+            if value == default and type(value) is type(default):
                 continue
             try:
                 object.__setattr__(self, name, kind.convert(value, None, None))
@@ -559,14 +566,9 @@ class _GroupedCommand(click.Command):
             formatter.write(self.epilog)
 
 
-def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
-    """The option or argument of a command that a field of its dataclass is.
-
-    Args:
-        owner: The dataclass.
-        one: Its field.
-        name: The name of the parameter of the function that the command calls.
-    """
+def parameter(owner: type, one: Field[Any]) -> click.Parameter:
+    """The option or argument of a command that `one`, a field of its dataclass, is."""
+    name = one.name
     kind, several = _types(owner)[one.name]
     metadata = one.metadata
     required = one.default is MISSING
@@ -618,7 +620,7 @@ def read(kind: type[T], params: Mapping[str, Any]) -> T:
     """The options that click has read; those that were not given have their defaults."""
     values = {name: value for name, value in params.items() if value not in (None, ())}
     for name, value in values.items():
-        # The option was given several times.
+        # One tuple for each time the option was given.
         if isinstance(value, tuple) and isinstance(value[0], tuple):
             values[name] = tuple(chain.from_iterable(value))
     return kind(**values)
@@ -641,7 +643,7 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
             _GroupedCommand(
                 None,
                 callback=call,
-                params=[parameter(kind, one, one.name) for one in public],
+                params=[parameter(kind, one) for one in public],
                 help=function.__doc__,
                 epilog=epilog,
                 context_settings=CONTEXT_SETTINGS,

@@ -1,7 +1,7 @@
 """The directory in which a run keeps its unfinished work: marked as ours, locked while a run works
 in it, continued by the next run that does the same, removed when the result is complete.
 
-    directory = RunDirectory(out.with_name(f"{out.name}-state"), "training states", run)
+    directory = RunDirectory(out.with_name(f"{out.name}-state"), "training states", fingerprint)
     with directory.held("another run is using it"):
         ...  # continue from what is in it, add to it, remove what is no longer needed
 
@@ -26,40 +26,43 @@ from gqa.core.errors import RefusedError, listing
 
 MARK = ".gqa-mark.json"
 LOCK = "lock"  # held while a run works in the directory
+_NOT_CONTENTS = frozenset((MARK, LOCK))
 _TOOL = "gqa"
 
 
 class RunDirectory:
     """The directory of one run's unfinished work. Nothing is made before `claim`.
 
-    A directory whose contents can be thrown away needs no `run`: then any run with the same purpose
-    takes it over. What a run continues from says itself which run made it (`differences`): the
-    mark of a directory may be newer than what is in it.
+    A directory whose contents can be thrown away needs no fingerprint: then any run with the same
+    purpose takes it over. What a run continues from says itself which run made it (`differences`):
+    the mark of a directory may be newer than what is in it.
 
     Attributes:
         path: Where; hidden next to the result, or visible if people look into it.
         purpose: What the work is, in words, like "training states". A directory that was made for
             another purpose counts as that of somebody else.
-        run: The fingerprint of what determines the work.
+        fingerprint: Of what determines the work.
         ours: Patterns of the only names that are ever replaced or removed there. A directory with
             other files is then shared with these. None if everything in the directory is ours.
     """
 
     def __init__(
-        self, path: Path, purpose: str, run: str = "", ours: Collection[str] | None = None
+        self,
+        path: Path,
+        purpose: str,
+        fingerprint: str = "",
+        ours: Collection[str] | None = None,
     ) -> None:
         self.path = path
         self.purpose = purpose
-        self.run = run
+        self.fingerprint = fingerprint
         self.ours = ours
 
     # ------------------------------------------------------------------------------ whose it is
 
     def is_ours(self) -> bool:
-        """Whether the directory exists and was made for this purpose.
-
-        A run that was killed while it made or removed the directory leaves it with nothing but half
-        a mark and a lock.
+        """Whether the directory exists and was made for this purpose, or is empty but for a mark
+        and a lock: a run that was killed while it made or removed the directory leaves no more.
         """
         if self.path.is_symlink() or not self.path.is_dir():
             return False
@@ -69,7 +72,7 @@ class RunDirectory:
             return bool(content["purpose"] == self.purpose)
 
         names = {path.name for path in self.path.iterdir()}
-        return names <= {MARK, LOCK}
+        return names <= _NOT_CONTENTS
 
     def refuse_foreign(self, made_by: str = "left by a run of gqa") -> None:
         """Raise RefusedError if the name is taken by something that is not ours."""
@@ -89,7 +92,11 @@ class RunDirectory:
             OSError: It cannot be written.
         """
         content = read_mark(self.path)
-        if content and content["purpose"] == self.purpose and content.get("run") == self.run:
+        if (
+            content
+            and content["purpose"] == self.purpose
+            and content.get("run") == self.fingerprint
+        ):
             return
 
         if os.path.lexists(self.path) and not self.is_ours():
@@ -109,16 +116,19 @@ class RunDirectory:
                 f"{self.path} exists and is not a directory of {_TOOL}; move it away"
             )
 
-        foreign = {path.name for path in self.contents()}
-        if foreign and (content is None or content["purpose"] != self.purpose):
+        with_our_names = {path.name for path in self.contents()}
+        # The mark can be right here: `is_ours` does not follow links.
+        if with_our_names and (content is None or content["purpose"] != self.purpose):
             raise RefusedError(
-                f"{self.path} contains {listing(foreign, 3)}, which no run of {_TOOL} has written; "
-                "move it away"
+                f"{self.path} contains {listing(with_our_names, 3)}, which no run of {_TOOL} has "
+                "written; move it away"
             )
 
     def mark(self, **more: Any) -> None:
         """Write the mark into a directory that exists and is ours, with `more` entries."""
-        content = {"tool": _TOOL, "purpose": self.purpose, "run": self.run, **more}
+        content = {"tool": _TOOL, "purpose": self.purpose, "run": self.fingerprint, **more}
+        if read_mark(self.path) == content:  # a full disk would empty the file
+            return
         with (self.path / MARK).open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(content) + "\n")
             stream.flush()
@@ -153,7 +163,7 @@ class RunDirectory:
         paths = set[Path]()
         for pattern in patterns:
             paths.update(self.path.glob(pattern))
-        return sorted(path for path in paths if path.name not in (MARK, LOCK))
+        return sorted(path for path in paths if path.name not in _NOT_CONTENTS)
 
     # -------------------------------------------------------------------------------- removing
 

@@ -40,8 +40,9 @@ def shelves() -> Iterator[Path]:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a path belongs to this user, and no other user can change it: states are read with
-    pickle, so those that somebody else could have put there must not be.
+    """Whether a path belongs to this user, and not everybody can write to it: states are read with
+    pickle, so those that a stranger could have put there must not be. (The group of the path may
+    write to it: a umask of 002 is usual.)
     """
     if not hasattr(os, "getuid"):
         return True

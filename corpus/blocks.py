@@ -60,8 +60,7 @@ def tokens_of(block: Block) -> Ints:
 
 
 class Blocks:
-    """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without
-    shuffling.
+    """Documents in a given order, cut into blocks by their number.
 
     Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}, and of
     documents with masks {"loss_mask": (size,)}.
@@ -113,7 +112,7 @@ def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[
     block with the remaining tokens of its last document.
     """
     rest = np.asarray(rest, np.int64)
-    for document in chain([()], documents):
+    for document in chain([()], documents):  # first none: `rest` alone may fill blocks
         tokens = np.asarray(document, np.int64)
         if len(tokens):
             # No tokens have no mask either: then there is nothing to join them with.

@@ -11,20 +11,20 @@ from gqa.corpus.hub_datasets import hub_error
 from gqa.corpus.readers import columns_with_text
 
 
-def find_chat_column(fields: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
+def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
     """The column of chats; None if documents are not chats.
 
-    `has_text`: of the columns `fields` and CHAT_COLUMNS those that the data has, and whether they
+    `has_text`: of `columns` and CHAT_COLUMNS those that the data has, and whether they
     have text.
     """
-    if len(fields) > 1:
+    if len(columns) > 1:
         return None
-    (field,) = fields
+    (text_column,) = columns
     candidates: Sequence[str] = CHAT_COLUMNS
-    if field in has_text:
-        if field not in CHAT_COLUMNS:
+    if text_column in has_text:
+        if text_column not in CHAT_COLUMNS:
             return None
-        candidates = [field]
+        candidates = [text_column]
 
     for column in candidates:
         if column in has_text and not has_text[column]:
@@ -32,21 +32,21 @@ def find_chat_column(fields: Sequence[str], has_text: Mapping[str, bool]) -> str
     return None
 
 
-def chat_column_of_files(files: Sequence[Path], fields: Sequence[str]) -> str | None:
+def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str | None:
     """The column of chats in files of one format, by the first of them. Raises CorpusError."""
-    has_text = columns_with_text(files[0], [*fields, *CHAT_COLUMNS])
-    return find_chat_column(fields, has_text)
+    has_text = columns_with_text(files[0], [*columns, *CHAT_COLUMNS])
+    return find_chat_column(columns, has_text)
 
 
-def chat_column_of_data(name: str, load: Callable[[], Any], fields: Sequence[str]) -> str | None:
+def chat_column_of_data(name: str, load: Callable[[], Any], columns: Sequence[str]) -> str | None:
     """The column of chats in the data set `name` of the hub. Raises CorpusError."""
     data = load()
     names = data.column_names
     # Where the names of columns are known, rows are read only if one of them may have chats.
-    if names is not None and find_chat_column(fields, dict.fromkeys(names, False)) is None:
+    if names is not None and find_chat_column(columns, dict.fromkeys(names, False)) is None:
         return None
     try:
         row: Mapping[str, Any] = next(iter(data), {})
     except Exception as error:  # the readers of `datasets` raise many kinds
         raise hub_error(error, name) from error
-    return find_chat_column(fields, {name: isinstance(row[name], str) for name in row})
+    return find_chat_column(columns, {name: isinstance(row[name], str) for name in row})

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
-from gqa.checkpoint.chat_template import CHARACTERS, ChatRenderer, template_of, variables_of
+from gqa.checkpoint.chat_template import MAX_CHARACTERS, ChatRenderer, template_of, variables_of
 from gqa.core.errors import CorpusError, RefusedError, explain
 from gqa.corpus.chats import Message, messages_of
 from gqa.corpus.sources import Source
@@ -289,12 +289,13 @@ class ChatEncoder:
         messages.
         """
         length = sum(len(str(message.get("content", ""))) for message in messages)
-        answer = self._renderer.render(messages, CHARACTERS + 2 * length, **settings)
+        answer = self._renderer.render(messages, MAX_CHARACTERS + 2 * length, **settings)
 
         if "error" in answer:
             raise RefusedError(
                 f"the chat template of {self.name} cannot be used: for a chat of {length:,} "
-                f"characters {answer['error']}; repair it, or pass a column of text with --field"
+                f"characters {answer['error']}; repair it, or pass a column of text with "
+                "--text-column"
             )
         if "raised" in answer:
             beginning = ""
@@ -314,7 +315,7 @@ def check_template(tokenizer: Any, name: str) -> str:
     if template is None:
         raise RefusedError(
             f"the tokenizer of {name} has no chat template, so it cannot read chats; pass a "
-            "column of text with --field, or add the chat_template.jinja of its base model"
+            "column of text with --text-column, or add the chat_template.jinja of its base model"
         )
     return template
 

@@ -14,7 +14,13 @@ from gqa.core.errors import CorpusError, listing
 from gqa.corpus.readers import allowed_files, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
-_SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
+# Names of splits, each with the words by which file names have it.
+_SPLITS = {
+    "train": "train|training",
+    "validation": "val|valid|validation|dev",
+    "test": "test|testing|eval|evaluation",
+    "heldout": "heldout",
+}
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
@@ -75,13 +81,15 @@ def _no_files(spec: str, path: Path) -> str:
 def _check_one_split(directory: str, names: Sequence[str]) -> None:
     """Raise CorpusError if files of these names in a directory are of several splits."""
     splits = set[str]()
-    for name in names:
-        splits.update(_SPLITS.findall(name))
+    for split, words in _SPLITS.items():
+        pattern = re.compile(f"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+        if any(map(pattern.search, names)):
+            splits.add(split)
     if len(splits) > 1:
-        pattern = shlex.quote(f"{glob.escape(directory.rstrip('/'))}/**/*train*")
+        example = shlex.quote(f"{glob.escape(directory.rstrip('/'))}/**/*train*")
         raise CorpusError(
             f"the directory {directory} holds several splits ({listing(splits)}); pass the files "
-            f"of one, like {pattern}"
+            f"of one, like {example}"
         )
 
 

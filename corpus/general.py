@@ -40,7 +40,9 @@ def _topics() -> Iterable[str]:
 
 
 def _parts(texts: Iterable[str], count: int) -> Iterator[str]:
-    """Whole lines from the middle of the first `count` texts, in the order of their hashes."""
+    """Lines from the middle of the first `count` texts, in the order of their hashes; the last line
+    may be cut.
+    """
     long_enough = (text for text in texts if len(text) > 3 * _CHARACTERS)
     chosen = sorted(long_enough, key=lambda text: hashlib.sha256(text.encode()).digest())
     for text in chosen[:count]:

@@ -12,7 +12,7 @@ from gqa.models.chunked_head import CHUNK_NUMBERS
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
+    """-ln p(target), and 0 for targets of -100: (n, V) float32 logits, (n,) ids -> (n,) float32."""
     rows = len(logits)
     # On a CPU, large results need new memory pages, small ones reuse them: 7 times as fast.
     if logits.device.type == "cpu" and not logits.requires_grad:

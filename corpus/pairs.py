@@ -90,10 +90,14 @@ class PairEncoder:
 
     def cuts(self, source: Sequence[int], target: Sequence[int], length: int) -> bool:
         """Whether `add_special_tokens` cuts one of them."""
+        source_frame, target_frame = self.frame_lengths
+        return max(len(source) + source_frame, len(target) + target_frame) > length
+
+    @property
+    def frame_lengths(self) -> tuple[int, int]:
+        """Numbers of special tokens of a source, and of a target."""
         source_frame, target_frame = self._frames
-        source_length = len(source) + _frame_length(source_frame)
-        target_length = len(target) + _frame_length(target_frame)
-        return max(source_length, target_length) > length
+        return _frame_length(source_frame), _frame_length(target_frame)
 
     def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
         """A pair from plain text (T,), with at most T tokens a side.
@@ -103,10 +107,10 @@ class PairEncoder:
         if not self.marks:
             raise RefusedError(
                 f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain "
-                "text makes no pairs; pass pairs with --field and --target-field"
+                "text makes no pairs; pass pairs with --text-column and --target-column"
             )
         length = len(ids)
-        most = length - max(map(_frame_length, self._frames))
+        most = length - max(self.frame_lengths)
         source, target = corrupt_spans(ids[: max(most, 2)], self.marks, generator)
         return self.add_special_tokens(source, target, length)
 
@@ -116,7 +120,7 @@ def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents
 
     Raises CorpusError.
     """
-    identity = TextEncoder(encoder.tokenizer).identify()
+    identity = TextEncoder(encoder.tokenizer).identify()  # a hash of the tokenizer
 
     def encode(rows: list[tuple[str, ...]]) -> list[dict[str, Any]]:
         source_texts, target_texts = zip(*rows, strict=True)
@@ -186,9 +190,10 @@ def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generato
 
 
 def _framed(ids: Sequence[int], frame: Frame, length: int) -> list[int]:
-    """The tokens of a text between special tokens, cut to `length` in all."""
+    """The tokens of a text between special tokens, cut to `length` in all if these fit there."""
     before, after = frame
-    return [*before, *ids[: length - _frame_length(frame)], *after]
+    room = max(0, length - _frame_length(frame))
+    return [*before, *ids[:room], *after]
 
 
 def _frame_length(frame: Frame) -> int:

@@ -176,7 +176,7 @@ def check_text(value: Any, column: str, where: str) -> None:
     if not isinstance(value, str):
         raise CorpusError(
             f"{where}: column {column!r} has type {type(value).__name__}; pass a column of text "
-            "with --field"
+            "with --text-column"
         )
     if not value.isascii():
         try:
@@ -213,9 +213,9 @@ def missing_column(
         present: The columns that it has.
     """
     names = listing(map(repr, present)) or "none"
-    advice = "name the column of text with --field"
+    advice = "name the column of text with --text-column"
     if name != columns[0]:
-        advice = "name the column of targets with --target-field"
+        advice = "name the column of targets with --target-column"
     return CorpusError(f"{where} has no column {name!r}; it has {names}; {advice}")
 
 
@@ -239,7 +239,8 @@ def _read_text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """JSON Lines, or one JSON value: a list of objects, an object of columns, or one object.
+    """JSON Lines, or one JSON value: a list of objects, an object of columns that spans several
+    lines (one line is one row), or one object.
 
     A key that only some objects have is None in the others; one that none has is an error.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import file_digests
-from gqa.core.errors import CacheError, CorpusError
+from gqa.core.errors import CacheError, CorpusError, RefusedError
 from gqa.corpus.chats import Chat, chat_text
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.hub_datasets import hub_error
@@ -37,7 +37,7 @@ class Source:
     Attributes:
         spec: What was typed.
         load: Loads the data set of `datasets`, from files the named columns alone.
-        fields: The columns that are asked for: the text, or the source and the target.
+        named_columns: The columns that are asked for: the text, or the source and the target.
         chat_column: The column of chats, if documents are chats. It may read the first row, so it
             is called when documents are read.
         files: Shards, if known.
@@ -49,7 +49,7 @@ class Source:
 
     spec: str
     load: Load
-    fields: tuple[str, ...] = ("text",)
+    named_columns: tuple[str, ...] = ("text",)
     chat_column: Callable[[], str | None] = _no_chats
     files: tuple[Path, ...] = ()
     separator: str | None = None
@@ -66,7 +66,7 @@ class Source:
     def columns(self) -> tuple[str, ...]:
         """The columns that have the documents. Raises CorpusError."""
         column = self.chat_column()
-        return self.fields if column is None else (column,)
+        return self.named_columns if column is None else (column,)
 
     def _load(self) -> Any:
         return self.load(self.columns, self.chats)
@@ -144,7 +144,7 @@ class Source:
         """The rows of a data set made from `dataset()`. Raises CorpusError."""
         try:
             yield from data
-        except (CorpusError, CacheError):
+        except (RefusedError, CacheError):
             raise
         except Exception as error:  # the readers of `datasets` raise many kinds
             raise hub_error(error, self.spec) from error
@@ -202,6 +202,7 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
+        assert self.takes is None
         return replace(
             self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction
         )
@@ -211,5 +212,9 @@ class Source:
         return replace(self, excluded=excluded)
 
     def without(self, heldout: Callable[[bytes], bool]) -> Source:
-        """The documents whose digests are not held out."""
+        """The documents whose digests are not held out.
+
+        Not for `tokenize`: `identify` does not say what is left out.
+        """
+        assert self.takes is None
         return replace(self, takes=lambda digest: not heldout(digest))

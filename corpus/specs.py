@@ -70,20 +70,20 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
 def parse_source(
     spec: str,
     *,
-    field: str = "text",
-    target_field: str | None = None,
+    text_column: str = "text",
+    target_column: str | None = None,
     split: str = "train",
     streaming: bool = False,
     separator: str | None = None,
 ) -> Source:
     """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
-    Documents are chats if `field` is one of CHAT_COLUMNS and contains lists, or if the data has
-    such a column and none of the name `field`.
+    Documents are chats if `text_column` is one of CHAT_COLUMNS and contains lists, or if the data
+    has such a column and none of the name `text_column`.
 
     Args:
-        field: The column of text in JSON, CSV, Parquet, Arrow and hub data sets.
-        target_field: The column of targets, which makes documents pairs.
+        text_column: The column of text in JSON, CSV, Parquet, Arrow and hub data sets.
+        target_column: The column of targets, which makes documents pairs.
         split: Of a hub data set whose spec names none.
         streaming: Whether a hub data set is read without being stored.
         separator: Cuts text files into documents; without it each file is one.
@@ -93,37 +93,38 @@ def parse_source(
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
-    if target_field == field:
+    if target_column == text_column:
         raise CorpusError(
-            f"--field and --target-field of {spec} are the same column; pass two different columns"
+            f"--text-column and --target-column of {spec} are the same column; pass two different "
+            "columns"
         )
 
-    fields: tuple[str, ...] = (field,)
-    if target_field:
-        fields = (field, target_field)
+    columns: tuple[str, ...] = (text_column,)
+    if target_column:
+        columns = (text_column, target_column)
 
     if spec == "stdlib" or spec.startswith("stdlib:"):
-        return _stdlib_source(spec, fields)
+        return _stdlib_source(spec, columns)
     if spec == GENERAL:
-        _refuse_target(spec, fields)
+        _refuse_target(spec, columns)
         return Source(spec, partial(_load_texts, general_texts))
     if _names_files(spec):
-        return _file_source(spec, fields, separator)
+        return _file_source(spec, columns, separator)
     if match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
-        return _hub_source(spec, name, config, named_split or split, fields, streaming)
+        return _hub_source(spec, name, config, named_split or split, columns, streaming)
     raise CorpusError(
         f"there is no file or directory {spec!r}, and it is not a dataset name "
         "(org/name[:config[:split]]); check the spelling"
     )
 
 
-def _stdlib_source(spec: str, fields: tuple[str, ...]) -> Source:
+def _stdlib_source(spec: str, columns: tuple[str, ...]) -> Source:
     """The built-in corpus."""
     side = spec.removeprefix("stdlib:")
     if side not in ("train", "heldout"):
         raise CorpusError(f"there is no {spec}; pass stdlib:train or stdlib:heldout")
-    _refuse_target(spec, fields)
+    _refuse_target(spec, columns)
     return Source(spec, partial(_load_texts, partial(stdlib_texts, side)))
 
 
@@ -147,12 +148,12 @@ def _names_files(spec: str) -> bool:
     )
 
 
-def _file_source(spec: str, fields: tuple[str, ...], separator: str | None) -> Source:
+def _file_source(spec: str, columns: tuple[str, ...], separator: str | None) -> Source:
     """Files of one format."""
     files = find_files(spec)
     if file_format(files[0]) == "text":
-        _refuse_target(spec, fields)
-        fields = ("text",)
+        _refuse_target(spec, columns)
+        columns = ("text",)
         if separator:
             separator = separator.replace("\\n", "\n")  # as it is typed in a shell
     else:
@@ -161,15 +162,15 @@ def _file_source(spec: str, fields: tuple[str, ...], separator: str | None) -> S
     return Source(
         spec,
         partial(load_files, files),
-        fields,
-        chat_column=cache(partial(chat_column_of_files, files, fields)),
+        columns,
+        chat_column=cache(partial(chat_column_of_files, files, columns)),
         files=files,
         separator=separator,
     )
 
 
 def _hub_source(
-    spec: str, name: str, config: str | None, split: str, fields: tuple[str, ...], streaming: bool
+    spec: str, name: str, config: str | None, split: str, columns: tuple[str, ...], streaming: bool
 ) -> Source:
     """A data set of the hub."""
     # Cached: a branch may move while its files are read.
@@ -177,33 +178,35 @@ def _hub_source(
     return Source(
         spec,
         lambda columns, chats: load(),
-        fields,
-        chat_column=cache(partial(chat_column_of_data, name, load, fields)),
+        columns,
+        chat_column=cache(partial(chat_column_of_data, name, load, columns)),
     )
 
 
-def _refuse_target(spec: str, fields: tuple[str, ...]) -> None:
+def _refuse_target(spec: str, columns: tuple[str, ...]) -> None:
     """Raise CorpusError if plain text is asked for a column of targets."""
-    if len(fields) > 1:
+    if len(columns) > 1:
         raise CorpusError(
-            f"{spec} is plain text and has no column {fields[1]!r}; pass a table, or remove "
-            "--target-field"
+            f"{spec} is plain text and has no column {columns[1]!r}; pass a table, or remove "
+            "--target-column"
         )
 
 
-def check_text_options(specs: Iterable[str], field: str, separator: str | None) -> None:
-    """Raise CorpusError if `field` or `separator` is given and none of the sources uses it."""
-    if field == "text" and separator is None:
+def check_text_options(specs: Iterable[str], text_column: str, separator: str | None) -> None:
+    """Raise CorpusError if `text_column` or `separator` is given and no source uses it."""
+    if text_column == "text" and separator is None:
         return
     sources = [
-        parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)
+        parse_source(spec, text_column=text_column, separator=separator)
+        for spec in specs
+        if not is_self(spec)
     ]
     names = listing(source.spec for source in sources) or "self-generated text"
 
-    if field != "text" and all(source.fields == ("text",) for source in sources):
+    if text_column != "text" and all(source.named_columns == ("text",) for source in sources):
         raise CorpusError(
-            f"--field {field} is a column of tables and datasets, but {names} has no columns; "
-            "remove --field"
+            f"--text-column {text_column} is a column of tables and datasets, but {names} has no "
+            "columns; remove --text-column"
         )
     if separator is not None and not any(source.separator is not None for source in sources):
         raise CorpusError(

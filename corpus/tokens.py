@@ -170,7 +170,8 @@ def tokenize_source(
     key = f"gqa tokens {source.identify()} {identity}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
     data = _stored(rows, features, fingerprint)
-    return Documents(data, fingerprint, divisible=not source.chats)
+    is_text = not source.chats and len(source.columns) == 1
+    return Documents(data, fingerprint, divisible=is_text)
 
 
 def join(parts: Sequence[Documents]) -> Documents:
@@ -215,10 +216,10 @@ def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: st
             ) from error
 
 
-def first_token(config: Any, name: str) -> int:
+def first_token(config: Any, name: str, instead: str = "") -> int:
     """The first token of a sequence: an encoder-decoder's decoder start token, else BOS, else EOS.
 
-    Raises RefusedError if there is none.
+    Raises RefusedError if there is none; `instead`: further advice.
     """
     candidates = list[Any]()
     if config.is_encoder_decoder:
@@ -232,8 +233,8 @@ def first_token(config: Any, name: str) -> int:
         if isinstance(token, int) and 0 <= token < text_config.vocab_size:
             return token
     raise RefusedError(
-        f"{name} has neither a BOS nor an EOS token, so no text can be started; pass text with "
-        "--data instead of self"
+        f"{name} has neither a BOS nor an EOS token, so no text can be started; set bos_token_id "
+        f"in its config.json{instead}"
     )
 
 

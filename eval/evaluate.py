@@ -138,7 +138,7 @@ def _measures_recall(options: EvaluateOptions, baseline: Subject) -> bool:
     """
     if options.recall:
         return True
-    return options.measures_recall and not baseline.config.is_encoder_decoder
+    return options.asks_for_recall and not baseline.config.is_encoder_decoder
 
 
 def _compare(
@@ -159,7 +159,7 @@ def _compare(
     for subject, model in zip(subjects, models, strict=True):
         comparison.measure(subject, model)
         # With --kl the base model is scored together with the first converted model.
-        if text and comparison.baseline_scores:
+        if text and comparison.baseline_scores and "quality" not in models[0]:
             models[0]["quality"] = measure_text(comparison.baseline_scores, text, compares=False)
 
 

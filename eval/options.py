@@ -101,11 +101,11 @@ class EvaluateOptions(Options):
         None, "Write results.json and report.html here.", short="-o", metavar="DIR", group=MAIN
     )
 
-    field: str = same_as(ConvertOptions, "field", needs=("data",), group="Text")
+    text_column: str = same_as(ConvertOptions, "text_column", needs=("data",), group="Text")
     separator: str | None = same_as(ConvertOptions, "separator", needs=("data",), group="Text")
-    target_field: str | None = option(
+    target_column: str | None = option(
         None,
-        "Encoder-decoders: column of targets; --field names that of sources.",
+        "Encoder-decoders: column of targets; --text-column names that of sources.",
         metavar="NAME",
         needs=("data",),
         group="Text",
@@ -172,7 +172,7 @@ class EvaluateOptions(Options):
     quiet: bool = option(False, "Print only results.", short="-q", group=OUTPUT)
 
     @property
-    def measures_recall(self) -> bool:
+    def asks_for_recall(self) -> bool:
         """Whether recall is measured: --recall, or by default with a report on text."""
         return bool(self.output and self.data) if self.recall is None else self.recall
 
@@ -185,7 +185,7 @@ class EvaluateOptions(Options):
         if self.cache_bits and self.decode:
             raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
         # Options that need others say which: that is more than that there is nothing to measure
-        replace(self, recall=self.measures_recall).check_needs()
+        replace(self, recall=self.asks_for_recall).check_needs()
         if not any((self.data, self.recall, self.decode, self.memory)):
             for model in self.models:  # a name that is mistyped matters more
                 require_model(model, self.revision)

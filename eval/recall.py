@@ -31,7 +31,7 @@ from gqa.eval.subjects import Subject, input_device
 Ints = NDArray[np.integer[Any]]
 
 # Second copies of passages.
-COPIED = 192  # tokens of a second copy at most
+COPIED_TOKENS = 192  # tokens of a second copy at most
 # From a token of the second copy to the same of the first.
 DISTANCES = (64, 192, 512, *(1024 << n for n in range(12)))
 LONGEST = {"samples": 512, "random": 512}  # distance, of kinds that show no more further away
@@ -91,9 +91,9 @@ def self_samples(subject: Subject, length: int, device: str | None, vocabulary: 
             lambda dtype, device=device: subject.load(dtype, device),
             input_device(device),
             subject.checkpoint,
-            length,
-            SAMPLES,
-            derive_seed(0, "evaluation"),
+            size=length,
+            n_blocks=SAMPLES,
+            seed=derive_seed(0, "evaluation"),
             plain=True,
             trust_remote_code=subject.trust_remote_code,
             vocabulary=vocabulary,
@@ -141,10 +141,10 @@ def _distances(kind: str, context: int) -> list[int]:
     distances = [
         distance
         for distance in DISTANCES
-        if distance + min(distance, COPIED) <= context and distance <= longest
+        if distance + min(distance, COPIED_TOKENS) <= context and distance <= longest
     ]
     # Also the largest possible one, if it is not nearly one of them.
-    last = context - COPIED
+    last = context - COPIED_TOKENS
     if distances and distances[-1] * 1.25 <= last <= longest:
         distances.append(last)
     return distances
@@ -160,7 +160,7 @@ def _second_copies(kind: str, ids: Ints, distance: int, prefix: int) -> Iterator
 
     The context does not determine the first token of the copy: it is no answer.
     """
-    copied = min(distance, COPIED)
+    copied = min(distance, COPIED_TOKENS)
     count = min(_sequences(distance + copied), len(ids) // distance)
     if not count:
         return

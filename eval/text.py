@@ -25,6 +25,7 @@ from gqa.eval.subjects import Subject
 
 # Default: for a model with 128k positions, windows of 128k tokens would take hours
 MAX_CONTEXT = 2048
+_ENOUGH_DOCUMENTS = 30  # to resample documents; with fewer, windows are resampled
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
@@ -32,13 +33,13 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
 
     Raises RefusedError and CorpusError.
     """
-    check_target_field(subjects[0], options.target_field)
+    check_target_column(subjects[0], options.target_column)
     specs = options.data or ()
-    check_text_options(specs, options.field, options.separator)
+    check_text_options(specs, options.text_column, options.separator)
     sources = parse_sources(
         specs,
-        field=options.field,
-        target_field=options.target_field,
+        text_column=options.text_column,
+        target_column=options.target_column,
         split="test",
         separator=options.separator,
     )
@@ -51,19 +52,19 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
     return cut_text(subjects, rows, context, options.tokens)
 
 
-def check_target_field(subject: Subject, target_field: str | None) -> None:
-    """Raise RefusedError unless `target_field` is given for an encoder-decoder and for no other
+def check_target_column(subject: Subject, target_column: str | None) -> None:
+    """Raise RefusedError unless `target_column` is given for an encoder-decoder and for no other
     model.
     """
-    if subject.config.is_encoder_decoder != bool(target_field):
-        if target_field:
+    if subject.config.is_encoder_decoder != bool(target_column):
+        if target_column:
             raise RefusedError(
-                f"--target-field works only with encoder-decoders, but {subject.name} is not one; "
-                "remove --target-field"
+                f"--target-column works only with encoder-decoders, but {subject.name} is not one; "
+                "remove --target-column"
             )
         raise RefusedError(
             f"{subject.name} is an encoder-decoder, which predicts a column of its own; pass that "
-            "column with --target-field"
+            "column with --target-column"
         )
 
 
@@ -108,7 +109,7 @@ def check_templates_agree(subjects: Sequence[Subject]) -> None:
             raise RefusedError(
                 f"{first.name} and {subject.name} have different chat templates, so they read "
                 "different tokens of a chat; copy the template of one to the other, or pass a "
-                "column of text with --field"
+                "column of text with --text-column"
             )
 
 
@@ -145,11 +146,12 @@ class Text:
 
     @property
     def clusters(self) -> NDArray[np.int64]:
-        """(tokens,) bootstrap cluster of each prediction: its document, or with fewer than 30 its
-        window.
+        """(tokens,) bootstrap cluster of each prediction: its document, or if there are few of them
+        its window.
         """
         documents = [window.document for window in self.windows]
-        ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
+        are_enough = len(set(documents)) >= _ENOUGH_DOCUMENTS
+        ids = documents if are_enough else range(len(self.windows))
         return np.repeat(ids, [window.scored for window in self.windows])
 
     def record(self) -> dict[str, Any]:

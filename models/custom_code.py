@@ -61,7 +61,9 @@ MODEL_TYPES = frozenset(_FILE_OF)
 
 
 def listed_as(model_type: str) -> str:
-    """The model type that families list: of ours with heads by layer that of transformers."""
+    """The model type under which families list a config: `llama` for our `gqa_llama`, whose layers
+    may have different numbers of heads. Other types of ours (`gqa_gpt2`) are listed themselves.
+    """
     source = model_type.removeprefix(PREFIX)
     return source if source in BY_LAYER else model_type
 
@@ -141,11 +143,16 @@ def custom_class(architecture: str, model_type: object) -> Any:
     return getattr(_module(ours), architecture) if architecture in names else None
 
 
-def stand_in(architectures: list[str] | None, model_type: str) -> str:
-    """The name of our class for that of a config of the source; its language model if the config
-    names no other.
+def our_architecture(architectures: list[str] | None, model_type: str) -> str:
+    """The name of our class that replaces a class of transformers.
 
-    Raises RefusedError where it has another head.
+    Args:
+        architectures: The classes that the source's config names. If none of them is known, ours is
+            the one that predicts tokens.
+        model_type: Ours.
+
+    Raises:
+        RefusedError: The source's class has another head.
     """
     classes = auto_classes(model_type)
     for name in architectures or ():

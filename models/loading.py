@@ -37,7 +37,7 @@ _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|
 
 
 def load_model(
-    name: str,
+    directory: str,
     *,
     dtype: str = "auto",
     device: str = "cpu",
@@ -48,7 +48,7 @@ def load_model(
     """The model in a directory, in the class that its config names, in evaluation mode.
 
     Args:
-        name: The directory.
+        directory: The directory.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: A device, or `auto`: accelerate's device_map, which fills each accelerator to
             `WEIGHTS_SHARE`, then memory, then disk.
@@ -62,32 +62,68 @@ def load_model(
             or there is an adapter next to its weights.
         RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
     """
-    # transformers would apply the adapter to weights that may contain it already.
-    if (Path(name) / "adapter_config.json").exists():
-        raise RefusedError(
-            f"{name} has an adapter beside its weights (adapter_config.json), which would be "
-            "applied to them: remove the adapter's files if it is merged already, else merge it "
-            "first (peft: merge_and_unload)"
-        )
+    _refuse_adapter(directory)
 
     options: dict[str, Any] = {}
     if attention:
         options["attn_implementation"] = attention
+    if not weights:
+        return _load(directory, dtype, trust_remote_code, options, weights=False)
+    if device != "auto":
+        return _load(directory, dtype, trust_remote_code, options).to(device)
+
+    with ExitStack() as cleanup:
+        offload_folder = tempfile.mkdtemp(prefix="gqa-offload-")
+        cleanup.callback(shutil.rmtree, offload_folder, ignore_errors=True)
+        options |= _spread_options(offload_folder)
+        model = _load(directory, dtype, trust_remote_code, options)
+        if model.device.type == "meta":  # inputs go where the embedding is
+            raise RefusedError(
+                f"the embedding of {directory} does not fit into the memory of this machine; use a "
+                "machine with more memory"
+            )
+
+        # The folder has the part of the model that is on the disk, so it stays as long as that.
+        weakref.finalize(model, cleanup.pop_all().close)
+    return model
+
+
+def _refuse_adapter(directory: str) -> None:
+    """Raise RefusedError if there is an adapter next to the weights.
+
+    transformers would apply it to weights that may contain it already.
+    """
+    if (Path(directory) / "adapter_config.json").exists():
+        raise RefusedError(
+            f"{directory} has an adapter beside its weights (adapter_config.json), which would be "
+            "applied to them: remove the adapter's files if it is merged already, else merge it "
+            "first (peft: merge_and_unload)"
+        )
+
+
+def _load(
+    directory: str,
+    dtype: str,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    weights: bool = True,
+) -> PreTrainedModel:
+    """The model that transformers loads, in evaluation mode; `options`: further arguments of
+    from_pretrained. Raises the errors of `load_model`.
+    """
     try:
-        with quiet_transformers(), _directory_without_flags(name) as directory:
-            config = read_auto_config(name, trust_remote_code)
+        with quiet_transformers(), _directory_without_flags(directory) as config_directory:
+            config = read_auto_config(directory, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
                 options["trust_remote_code"] = trust_remote_code
                 return _empty_model(cls, config, dtype, options)
 
-            if device == "auto":
-                options |= _spread_options()
-            if directory != name:
+            if config_directory != directory:
                 # Code of a checkpoint is found by the path of its config, so that gets the object.
-                options["config"] = config if _is_auto(cls) else directory
+                options["config"] = config if _is_auto(cls) else config_directory
             model, info = cls.from_pretrained(
-                name,
+                directory,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,
@@ -100,21 +136,10 @@ def load_model(
         if out_of_memory(error):
             raise
         raise RefusedError(
-            f"transformers cannot load {name}: {explain(error)}; check that its files are "
+            f"transformers cannot load {directory}: {explain(error)}; check that its files are "
             "complete and fit its config.json"
         ) from error
-    _check_keys(name, info)
-
-    if device != "auto":
-        return model.to(device).eval()
-
-    # The folder has the part of the model that is on the disk.
-    weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
-    if model.device.type == "meta":  # inputs go where the embedding is
-        raise RefusedError(
-            f"the embedding of {name} does not fit into the memory of this machine; use a machine "
-            "with more memory"
-        )
+    _check_keys(directory, info)
     return model.eval()
 
 
@@ -135,8 +160,11 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _spread_options() -> dict[str, Any]:
-    """Options of from_pretrained that spread a model over accelerators, memory and disk."""
+def _spread_options(offload_folder: str) -> dict[str, Any]:
+    """Options of from_pretrained that spread a model over accelerators, memory and disk.
+
+    `offload_folder`: where the part that is on the disk goes.
+    """
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
@@ -149,11 +177,11 @@ def _spread_options() -> dict[str, Any]:
     return {
         "device_map": "auto",
         "max_memory": limits,
-        "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-"),
+        "offload_folder": offload_folder,
     }
 
 
-def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
+def read_shards(model: PreTrainedModel, directory: str, files: Sequence[str], device: str) -> None:
     """Read weights into an empty model whose parameters are shards (DTensors on `meta`), with
     transformers' own loading; each process reads only its rows.
 
@@ -162,7 +190,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
 
     Args:
         model: The empty model.
-        name: The checkpoint's directory.
+        directory: The checkpoint's directory.
         files: Paths of its weight files.
         device: The device of this process.
     """
@@ -175,7 +203,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
 
     renamings = _adapter_renamings(model)
     options = LoadStateDictConfig(
-        pretrained_model_name_or_path=name,
+        pretrained_model_name_or_path=directory,
         ignore_mismatched_sizes=True,
         device_map={"": device},
         dtype=model.dtype,
@@ -193,7 +221,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
         if out_of_memory(error):
             raise
         raise RefusedError(
-            f"transformers cannot load {name}: {explain(error)}; check that its files are "
+            f"transformers cannot load {directory}: {explain(error)}; check that its files are "
             "complete and fit its config.json"
         ) from error
 
@@ -202,7 +230,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     own_conversions = [entry for entry in conversions if entry not in renamings]
     set_weight_conversions(model, own_conversions)
     follow_prefix(model, slices)
-    _check_keys(name, info.to_dict())
+    _check_keys(directory, info.to_dict())
 
 
 def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
@@ -222,15 +250,15 @@ def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
     ]
 
 
-def _check_keys(name: str, info: dict[str, Any]) -> None:
+def _check_keys(directory: str, info: dict[str, Any]) -> None:
     """Raise RefusedError if stored tensors are not those of the class, by transformers' report."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = info.get(kind)
         if keys:
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
             raise RefusedError(
-                f"{name} loads with {what}, so its weights do not belong to its config; download "
-                "the checkpoint again"
+                f"{directory} loads with {what}, so its weights do not belong to its config; "
+                "download the checkpoint again"
             )
 
 
@@ -253,37 +281,40 @@ def _empty_model(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> 
         return build_model(cls, config, **options).eval()
 
 
-def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model in the directory `name`.
+def read_auto_config(directory: str, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of the model in a directory.
 
     Its class may be ours. It lacks the entries that say how a model is run (`RUN_FLAGS`). Raises
     RefusedError.
     """
-    raw = read_json(Path(name), "config.json")
-    check_numbers(raw, Path(name).name)
+    raw = read_json(Path(directory), "config.json")
+    check_numbers(raw, Path(directory).name)
 
     model_type = raw.get("model_type")
     known_class: Any = config_class(model_type) if isinstance(model_type, str) else None
 
     try:
-        config = _load_config(name, raw, known_class, trust_remote_code)
+        config = _load_config(directory, raw, known_class, trust_remote_code)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
         entry = ""
         if known_class:
             entry = culprit(raw, lambda other: known_class.from_dict(without_run_flags(other)))
         cause = f" because of {entry}" if entry else ""
         raise RefusedError(
-            f"transformers cannot read config.json of {name}{cause}: {explain(error)}; correct it"
+            f"transformers cannot read config.json of {directory}{cause}: {explain(error)}; "
+            "correct it"
         ) from error
-    config.name_or_path = name
+    config.name_or_path = directory
     return config
 
 
-def _load_config(name: str, raw: dict[str, Any], known_class: Any, trust_remote_code: bool) -> Any:
-    """transformers' config object of the model in the directory `name`.
+def _load_config(
+    directory: str, raw: dict[str, Any], known_class: Any, trust_remote_code: bool
+) -> Any:
+    """transformers' config object of the model in a directory.
 
     Args:
-        name: The directory.
+        directory: The directory.
         raw: Its config.json.
         known_class: The config class, ours or transformers'; None if neither has one.
         trust_remote_code: Whether code of the checkpoint may run.
@@ -292,41 +323,41 @@ def _load_config(name: str, raw: dict[str, Any], known_class: Any, trust_remote_
 
     code = raw.get("auto_map")
     has_code = isinstance(code, dict) and "AutoConfig" in code
-    with quiet_transformers(), _directory_without_flags(name) as directory:
+    with quiet_transformers(), _directory_without_flags(directory) as config_directory:
         if raw.get("model_type") in MODEL_TYPES:
-            return known_class.from_pretrained(directory)
+            return known_class.from_pretrained(config_directory)
 
         if trust_remote_code and has_code:
             # The code is next to the config itself, so flags are reset after that is read.
-            has_flags = directory != name
+            has_flags = config_directory != directory
             options = {}
             if has_flags:
                 # Some implementations of attention refuse output_attentions.
                 options["output_attentions"] = False
-            config = AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=True, **options)
             if has_flags:
                 reset_run_flags(config)
             return config
 
-        source = directory if known_class else name
+        source = config_directory if known_class else directory
         return AutoConfig.from_pretrained(source)
 
 
 @contextmanager
-def _directory_without_flags(name: str) -> Iterator[str]:
-    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`.
+def _directory_without_flags(directory: str) -> Iterator[str]:
+    """A directory with the config.json of a directory, but without `RUN_FLAGS`.
 
-    It is a temporary one, or `name` itself if its config has none.
+    It is a temporary one, or `directory` itself if its config has none.
     """
-    raw = read_json(Path(name), "config.json")
+    raw = read_json(Path(directory), "config.json")
     if not has_run_flags(raw):
-        yield name
+        yield directory
         return
 
-    with tempfile.TemporaryDirectory(prefix="gqa-config-") as directory:
+    with tempfile.TemporaryDirectory(prefix="gqa-config-") as config_directory:
         text = json.dumps(without_run_flags(raw))
-        Path(directory, "config.json").write_text(text, encoding="utf-8")
-        yield directory
+        Path(config_directory, "config.json").write_text(text, encoding="utf-8")
+        yield config_directory
 
 
 def _is_auto(cls: Any) -> bool:

@@ -172,18 +172,18 @@ class Loading:
 
         Raises KeyError if they are not its parts.
         """
-        first = next(iter(parts))
-        if first in self.whole:
-            return parts[first]
-
-        converter = None
-        into = name
-        for part in sorted(parts, key=dot_natural_key):
-            into, pattern = rename_source_key(part, *self._rules)
-            converter = converter or deepcopy(self._patterns[pattern])
-            converter.add_tensor(into, part, pattern, parts[part])
-        if converter is None:
+        in_order = sorted(parts, key=dot_natural_key)
+        if not in_order:
             raise KeyError(name)
+        if in_order[0] in self.whole:
+            return parts[in_order[0]]
+
+        _, pattern_of_all = rename_source_key(in_order[0], *self._rules)
+        converter = deepcopy(self._patterns[pattern_of_all])
+        into = name
+        for part in in_order:
+            into, pattern = rename_source_key(part, *self._rules)
+            converter.add_tensor(into, part, pattern, parts[part])
 
         converted = converter.convert(into, model=self._model, config=self._model.config)
         tensor: Tensor | list[Tensor] = converted[name]

@@ -34,7 +34,7 @@ from gqa.corpus.specs import parse_sources
 from gqa.eval.evaluate import Comparison, environment
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects
-from gqa.eval.text import Text, check_target_field, choose_context, cut_text
+from gqa.eval.text import Text, check_target_column, choose_context, cut_text
 from gqa.models.loading import check_predicts_tokens
 from gqa.study import rows
 from gqa.study.columns import row_numbers
@@ -67,13 +67,15 @@ class Ablation:
         self.options = options = replace(options, model=self.subject.path)
         self._directory = StudyDirectory(options.output)
         check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
-        check_target_field(self.subject, options.target_field)
+        check_target_column(self.subject, options.target_column)
 
         plans = self._plan_conversions()
         self.cells = options.cells(plans[0].config.main.kv)
         self._text = self._read_heldout()
         if any(plan.reads_text for plan in plans):
-            options.maps.text.check_sources(self.subject.checkpoint, flag("calibration_tokens"))
+            options.maps_options.text.check_sources(
+                self.subject.checkpoint, flag("calibration_tokens")
+            )
         self._check_training()
         self._identity: rows.Row = json.loads(
             json.dumps(
@@ -107,12 +109,15 @@ class Ablation:
         return plans
 
     def _check_training(self) -> None:
-        """Raise CorpusError if the data is less than a step of any training needs."""
+        """Raise RefusedError if the data is less than a step of any training needs."""
         base = self.subject
         for alpha in self.options.alphas:
             if not alpha:
                 continue
             training = self.options.training(alpha, Path(base.path), self.options.output)
+            # As `settle` decides it
+            repeats = training.distills and not base.config.is_encoder_decoder
+            training = replace(training, repeats=repeats)
             build_data(training, base.checkpoint, None, base.config, base.tokenizer, "cpu", SILENT)
 
     def _data_digest(self) -> str:
@@ -120,8 +125,8 @@ class Ablation:
         options = self.options
         sources = parse_sources(
             options.data,
-            field=options.field,
-            target_field=options.target_field,
+            text_column=options.text_column,
+            target_column=options.target_column,
             separator=options.separator,
         )
         return row_digest(" ".join(source.identify() for source in sources)).hex()
@@ -306,7 +311,7 @@ class Ablation:
                 out,
                 method=cell.method,
                 seed=self.options.seed,
-                calibration=self.options.maps,
+                maps_options=self.options.maps_options,
             )
         return out
 

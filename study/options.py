@@ -152,9 +152,9 @@ class AblateOptions(Options):
         group=MAIN,
     )
 
-    field: str = same_as(TrainOptions, "field", group="Text")
+    text_column: str = same_as(TrainOptions, "text_column", group="Text")
     separator: str | None = same_as(TrainOptions, "separator", group="Text")
-    target_field: str | None = same_as(TrainOptions, "target_field", group="Text")
+    target_column: str | None = same_as(TrainOptions, "target_column", group="Text")
     heldout_fraction: float | None = same_as(
         TrainOptions,
         "heldout_fraction",
@@ -272,20 +272,20 @@ class AblateOptions(Options):
         }
 
     @property
-    def maps(self) -> MapsOptions:
-        """Calibration options. Raises RefusedError if the device cannot be used."""
+    def maps_options(self) -> MapsOptions:
+        """How maps are computed. Raises RefusedError if the device cannot be used."""
         from gqa.core.devices import find_device  # here: `--help` loads this file
 
         text = CalibrationText(
-            self.data or ("self",),
-            self.calibration_tokens,
-            self.calibration_context,
-            self.seed,
-            self.field,
-            self.target_field,
+            sources=self.data or ("self",),
+            tokens=self.calibration_tokens,
+            length=self.calibration_context,
+            seed=self.seed,
+            text_column=self.text_column,
+            target_column=self.target_column,
             trust_remote_code=self.trust_remote_code,
-            heldout=self.heldout,
-            heldout_fraction=self.heldout_fraction or 0.0,
+            excluded=self.heldout,
+            excluded_fraction=self.heldout_fraction or 0.0,
             separator=self.separator,
         )
         refinement = Refinement(self.refine_steps, seed=self.seed)
@@ -307,7 +307,8 @@ class AblateOptions(Options):
         teacher = self.model if self.teacher == "auto" else NO_TEACHER
         uptrain = ["gqa-uptrain", operand(out), "--alpha", f"{cell.alpha:g}"]
         uptrain += ["--teacher", teacher, "-o", f"{out}-uptrained"]
-        uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
+        uptrain += ["--precision", self._training_precision]
+        uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher", "precision"})
         return [shell_line(convert), shell_line(uptrain)]
 
     def _words(self, names: Collection[str]) -> list[str]:
@@ -336,18 +337,23 @@ class AblateOptions(Options):
             "model": str(model),
             "output": output,
             "alpha": alpha,
-            "overwrite": True,
-            "precision": self.precision or "float32",
+            "overwrite": True,  # replaces a half-made output; a run saved with it is continued
+            "precision": self._training_precision,
             "teacher": teacher,
         }
         return TrainOptions(**{name: getattr(self, name) for name in names} | changes)
+
+    @property
+    def _training_precision(self) -> str:
+        """That of the study, whatever is fast on this device: rows of two machines are compared."""
+        return self.precision or "float32"
 
     @property
     def evaluation(self) -> EvaluateOptions:
         """Options of measuring. Raises RefusedError if the device cannot be used."""
         return EvaluateOptions(
             precision=self.precision or "auto",
-            device=self.maps.device,
+            device=self.maps_options.device,
             quiet=True,
             kl="kl" not in self.skip,
         )

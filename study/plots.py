@@ -146,6 +146,7 @@ def _scale_losses(axis: Axes, losses: Any) -> None:
     so that failed conversions do not flatten the rest.
     """
     smallest = min(losses[losses > 0], default=0.0)
+    # From the last tick that is not above the smallest loss: the next one is up to 3.4 times it.
     ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if 3.4 * tick > smallest] or [10.0]
     least = ticks[0]  # linear up to it
     ticks = [-least, 0, *ticks]

@@ -134,6 +134,12 @@ def study() -> Path:
     return out
 
 
+def rows_of(method: str) -> list[dict[str, Any]]:
+    """The rows of the study for the base model and one method."""
+    base, *others = rows(study())
+    return [base, *(row for row in others if row["method"] == method)]
+
+
 def evaluated(*words: object, data: Path | None = None) -> list[dict[str, Any]]:
     """The models of gqa-eval on the held-out text."""
     done = run(
@@ -229,8 +235,8 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     options = {
         "data": pairs[0],
         "heldout": pairs[1],
-        "field": "source",
-        "target_field": "target",
+        "text_column": "source",
+        "target_column": "target",
         "model": model,
     }
     options |= {
@@ -240,7 +246,7 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "calibration_tokens": 640,
     }
     found = measured(Path("study"), **options, refine_steps=3, teacher="auto", skip=None)
-    check_cells(found[:4], "--field", "source", "--target-field", "target", data=pairs[1])
+    check_cells(found[:4], "--text-column", "source", "--target-column", "target", data=pairs[1])
     page = " ".join(Path("study/report.html").read_text().split())
     assert "sources and targets have at most 64 tokens" in page
     assert (
@@ -303,7 +309,7 @@ def test_measured_cells_are_not_measured_again(
     out, before = copied(tmp_path), rows(study())
     # As many heads as the base model has are one conversion
     cells = [Cell.of(row) for row in before]
-    assert [cell.method for cell in cells] == ["none", *["mean"] * 3, *["first"] * 3, *["none"] * 2]
+    assert [cell.method for cell in cells] == ["none", *["first"] * 3, *["mean"] * 3, *["none"] * 2]
     assert before[0]["loss_increase"] == 0
     assert before[0]["kv_bytes_per_token"] == 4 * before[1]["kv_bytes_per_token"]
     frame = pandas.read_json(out / "results.jsonl", lines=True, precise_float=True)
@@ -356,7 +362,7 @@ def test_a_stopped_study_continues_to_identical_rows(
     # Not measured again: the seconds are the same too.
     assert [json.loads(line) for line in before] == measured(out, methods="mean")[: len(before)]
     assert (trainings.call_args_list[0].args[0].start is not None) == (number == signal.SIGTERM)
-    assert untimed(rows(out)) == untimed(rows(study()))[:4]
+    assert untimed(rows(out)) == untimed(rows_of("mean"))
     assert not (out / ".work").exists()
 
 
@@ -383,14 +389,14 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(
         patch.setattr(ablation, "uptrain", diverging)
         result = ablate(out)
     result.expect(1, err_lines=1, says="4 of 6 combinations failed")
-    assert methods == ["mean", "first"]  # once for all cells
+    assert methods == ["first", "mean"]  # once for all cells
     errors = [row["error"] for row in rows(out)]
     assert errors == [
         None,
-        *["RuntimeError: the disk is on fire"] * 3,
         None,
         None,
         "loss was not finite",
+        *["RuntimeError: the disk is on fire"] * 3,
     ]
     assert "the disk is on fire" in (out / "report.html").read_text()
     assert ablate(out, methods="first", alphas="0").code == 0  # the failed ones are not asked for
@@ -410,14 +416,14 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         check_refused(ablate(out, alphas="0"), "No space left", code=1, advice=ADVICE)
     before = rows(out)
-    assert [row["method"] for row in before[:2]] == ["none", "mean"]
+    assert [row["method"] for row in before[:2]] == ["none", "first"]
     assert measured(out, alphas="0")[: len(before)] == before
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a method that the model cannot have": (
         {"model": "bitnet", "methods": None},
-        ["aligned", "first or refined"],
+        ["aligned", "first, mean or refined"],
     ),
     "groups that do not divide": (
         {"groups": "1,3"},
@@ -446,8 +452,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--calibration-tokens 100 is less than one block of 256 tokens; pass at least 256"],
     ),
     "targets of a decoder": (
-        {"target_field": "text"},
-        ["--target-field works only with encoder-decoders, but model is not one"],
+        {"target_column": "text"},
+        ["--target-column works only with encoder-decoders, but model is not one"],
     ),
 }
 
@@ -584,7 +590,7 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
     ablation.convert_checkpoint(
         place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first"
     )
-    assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
+    assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows_of("mean"))[:2]
     refused(out, "--kv-heads 3 does not divide", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
         with StudyDirectory(directory).held():
@@ -595,11 +601,21 @@ def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch
     # Another default than any machine has
     monkeypatch.setattr("gqa.core.devices.default_device", lambda: "the default")
     study = AblateOptions(Path("study"), "model", device="cpu")
-    parts = study.training(0.1, Path("model"), Path("place")), study.maps, study.evaluation
+    parts = study.training(0.1, Path("model"), Path("place")), study.maps_options, study.evaluation
     assert {part.device for part in parts} == {"cpu"}
     monkeypatch.chdir(SOURCE)
     (line,) = AblateOptions(Path("study"), ".").commands(Cell("mean", 1, 0.0))
     assert shlex.split(line)[-1] == f"{SOURCE}-mqa-mean"
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_commands_train_in_the_precision_of_the_study(precision: str | None) -> None:
+    """Whatever is fast on the device on which they are repeated."""
+    study = AblateOptions(Path("study"), "model", precision=precision)
+    _, training = study.commands(Cell("mean", 1, 0.1))
+    expected = study.training(0.1, Path("model"), Path("out")).precision
+    assert f"--precision {expected}" in training
+    assert expected == (precision or "float32")
 
 
 def test_the_page_of_a_study(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
     options = AblateOptions(
         Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how
     )
-    text = replace(options.maps.text, repeats=False)
+    text = replace(options.maps_options.text, repeats=False)
     ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
     tokens = [one.tokens for one in TextEncoder(tokenizer).encode([*source.texts()])]
@@ -245,7 +245,7 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
         "m",
         Path("o"),
         data=("a.jsonl",),
-        target_field="to",
+        target_column="to",
         steps=50,
         batch_size=4,
         heldout_tokens=400,

@@ -306,7 +306,7 @@ def test_a_damaged_copy_is_noticed(
 ) -> None:
     """After the shard is written and before it is verified, one bit of it is changed."""
     # Small blocks, of which even this file has many
-    monkeypatch.setattr(rewrite, "BLOCK", 1 << 10)
+    monkeypatch.setattr(rewrite, "SAMPLED_BYTES", 1 << 10)
     source = llama(
         tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1
     )

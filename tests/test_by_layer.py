@@ -240,14 +240,14 @@ def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path:
     how = MapsOptions(
         text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu"
     )
-    one = convert_checkpoint(source, 2, tmp_path / "one", method=method, calibration=how).out
-    two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, calibration=how).out
+    one = convert_checkpoint(source, 2, tmp_path / "one", method=method, maps_options=how).out
+    two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, maps_options=how).out
     assert contents(one) == contents(two)
     some = load(
-        convert_checkpoint(source, HEADS, tmp_path / "some", method=method, calibration=how).out
+        convert_checkpoint(source, HEADS, tmp_path / "some", method=method, maps_options=how).out
     )
     every = load(
-        convert_checkpoint(source, 1, tmp_path / "every", method=method, calibration=how).out
+        convert_checkpoint(source, 1, tmp_path / "every", method=method, maps_options=how).out
     )
     before = load(source)
     second = [name for name in before if "layers.1." in name]
@@ -317,7 +317,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     ("words", "says"),
     [
         (("--kv-heads", "1,2"), "--kv-heads has numbers for 2 layers, but model has 4 layers"),
-        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 of layer 2 does not divide the 4"),
+        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 of layer 1 does not divide the 4"),
         (
             ("--kv-heads", "1,x,1,1"),
             "'1,x,1,1' is not a number of KV heads; pass a positive whole number, or one for",
@@ -350,7 +350,7 @@ def test_refused_before_anything_is_measured(
         run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"),
         "out exists; choose another directory with -o",
     )
-    assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
+    assert "--target-column" in refusal(uneven, "--kv-budget", "0.5", "--target-column", "x")
 
 
 def test_the_page_lists_them() -> None:

@@ -79,7 +79,7 @@ def test_refinement_lowers_the_error(
         refinement=Refinement(steps=40, validation=0.25), text=Ids(high=tiny.tokens, count=192)
     )
     refined, mean = (
-        convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=how).out
+        convert_checkpoint(directory, 2, tmp_path / method, method=method, maps_options=how).out
         for method, how in (("refined", options), ("mean", None))
     )
     assert trained
@@ -232,14 +232,15 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
             targets=task.targets + drift,
             position_weights=torch.rand(task.position_weights.shape),
         )
-        projection = task.base.projection
+        projection = task.base_attention.projection
         assert projection is not None
         outputs = (task.targets - projection.bias).double().flatten(0, 1)
         result = fit_module(task)
         w_o = projection.weight.detach().mT.double()
         task.apply(replace(result.maps, output=None))
         given = [
-            capture.head_outputs for capture in task.converted.capture(task.stream, "head_outputs")
+            capture.head_outputs
+            for capture in task.converted_attention.capture(task.stream, "head_outputs")
         ]
         root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
@@ -303,7 +304,7 @@ def test_dead_heads_are_merged(
     for method in ("mean", "refined", *(["aligned"] if name in ("llama", "glm", "phi") else [])):
         how = None if method == "mean" else options
         out = convert_checkpoint(
-            source, 2, tmp_path / method, method=method, dtype="float16", calibration=how
+            source, 2, tmp_path / method, method=method, dtype="float16", maps_options=how
         ).out
         lost[method] = relative(logits(tiny, load_tiny(tiny, out, "sdpa"), inputs(tiny)), expected)
     assert max(lost.values()) == lost["mean"], "no number is NaN, and none is worse"

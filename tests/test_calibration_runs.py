@@ -29,7 +29,7 @@ from support.training import Runs, difference
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.merge.quality import CHECKED
+from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
 from gqa.core.run_directory import RunDirectory
@@ -42,10 +42,10 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(
 ) -> None:
     """On text that nothing is fitted to, as whole models have it."""
     options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
-    done = convert_checkpoint(source, 2, out, method=method, calibration=options)
+    done = convert_checkpoint(source, 2, out, method=method, maps_options=options)
     quality, ids = (
         done.record["quality"],
-        options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED)[1],
+        options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED_TOKENS)[1],
     )
     assert quality["tokens"] == 15 * len(ids) == 15 * 512
     copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)
@@ -300,7 +300,7 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
     )
     with pytest.raises(RefusedError, match=says) as refusal:
         convert_checkpoint(
-            directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT)
+            directory, 2, tmp_path / "out", method="refined", maps_options=on_ids(refinement=SHORT)
         )
     assert "\n" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -356,7 +356,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
         unstarted,
         None,
         r".* has neither a BOS nor an EOS token, so no text can be started; "
-        r"pass text with --data instead of self",
+        r"set bos_token_id in its config.json, or pass text with --data instead of self",
     ),
     **{
         f"{value}-{name}": (

@@ -36,7 +36,7 @@ from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.quality import CHECKED
+from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
 from gqa.corpus.blocks import Blocks
@@ -129,13 +129,14 @@ def test_some_blocks_begin_with_bos_even_if_the_tokenizer_adds_none(
     """
     source, model = written(tmp_path, 500), without_bos(tmp_path)
     checkpoint, data = read_checkpoint(model), parse_source(source)
+    settings = {"tokens": LENGTH * 40, "length": LENGTH, "seed": 0}
     for part in module.read_blocks(
-        checkpoint, data, LENGTH * 40, LENGTH, 0, repeats, heldout=LENGTH * 8
+        checkpoint, data, repeats=repeats, heldout_count=LENGTH * 8, **settings
     ):
         assert (part[:, 0] == 1).tolist() == [False, False, False, True] * (len(part) // 4)
     edit_json(model / "config.json", lambda config: config.update(is_encoder_decoder=True))
     found, _ = module.read_blocks(
-        read_checkpoint(model), parse_source(source), LENGTH * 40, LENGTH, 0, False
+        read_checkpoint(model), parse_source(source), repeats=False, **settings
     )
     assert not (found == 1).any()
 
@@ -197,7 +198,7 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
     source its share.
     """
     # Little text, and no measurement: what is measured on is the matter
-    monkeypatch.setattr(budget, "TOKENS", 20 * LENGTH)
+    monkeypatch.setattr(budget, "SAMPLED_TOKENS", 20 * LENGTH)
     calls = list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(
         budget, "losses_alone", lambda plan, *parts: calls.append(parts[:2]) or [0.0] * 6
@@ -209,7 +210,7 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
         options = MapsOptions(text=text, device="cpu", check=True)
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
         fitted, measured = calls[-1]
-        scored = text.split(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED)[1]
+        scored = text.split(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED_TOKENS)[1]
         rows = [{tuple(row) for row in part.tolist()} for part in (fitted, measured, scored)]
         is_short = count == 3
         assert len(fitted) == (2 if is_short else 16)
@@ -253,7 +254,7 @@ def rows_of(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
 def test_columns_of_a_data_set(pair_models: Path) -> None:
     """Each target behind its source, chosen by the seed; the decoder is given it shifted by one."""
     pairs, plain = (
-        pair_inputs(pair_models, "t5", "pairs.jsonl", field="said", target_field="meant"),
+        pair_inputs(pair_models, "t5", "pairs.jsonl", text_column="said", target_column="meant"),
         tokenizer(),
     )
     # Its tokenizer puts the decoder's first token before a text.
@@ -264,7 +265,7 @@ def test_columns_of_a_data_set(pair_models: Path) -> None:
     assert len(rows_of(pairs)) == 12
     for source, target in zip(rows_of(pairs), rows_of(pairs, "decoder_"), strict=True):
         assert target == [START, *known[tuple(source)]]
-    again = pair_inputs(pair_models, "t5", "pairs.jsonl", field="said", target_field="meant")
+    again = pair_inputs(pair_models, "t5", "pairs.jsonl", text_column="said", target_column="meant")
     assert torch.equal(again["input_ids"], pairs["input_ids"])
 
 
@@ -345,7 +346,7 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
 
 def test_the_command(pair_models: Path, tmp_path: Path) -> None:
     words = ("--kv-heads", 1, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
-    words = (*words, "--field", "said", "--target-field", "meant")
+    words = (*words, "--text-column", "said", "--target-column", "meant")
     done = run(
         pair_models / "t5",
         *words,
@@ -359,7 +360,7 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
     )
     done.expect(err_lines=1)
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    assert told["maps"]["text"]["target_field"] == "meant"
+    assert told["maps"]["text"]["target_column"] == "meant"
     assert told["options"]["seed"] == 0
 
 
@@ -371,10 +372,14 @@ REFUSED_PAIRS = [
     ),
     (
         "t5",
-        "--data pairs.jsonl --field said --target-field nothing",
+        "--data pairs.jsonl --text-column said --target-column nothing",
         "has no column 'nothing'; it has 'meant'",
     ),
-    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; pass two"),
+    (
+        "t5",
+        "--data pairs.jsonl --text-column said --target-column said",
+        "are the same column; pass two",
+    ),
     (
         "llama",
         "--data self:512",
@@ -388,8 +393,8 @@ REFUSED_PAIRS = [
     ),
     (
         "t5",
-        "--target-field meant",
-        "--target-field is a column of --data, but self has no columns; pass other data, or remove",
+        "--target-column meant",
+        "--target-column is a column of --data, but self has no columns; pass other data, or",
     ),
     (
         "t5",
@@ -398,8 +403,8 @@ REFUSED_PAIRS = [
     ),
     (
         "llama",
-        "--data pairs.jsonl --field said --target-field meant",
-        "--target-field works only with encoder-decoders",
+        "--data pairs.jsonl --text-column said --target-column meant",
+        "--target-column works only with encoder-decoders",
     ),
 ]
 

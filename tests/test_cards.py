@@ -18,6 +18,7 @@ from support.checkpoints import edit_json, run
 from support.training import fresh_accelerator, options_for, tiny_checkpoint, trained, write_corpus
 
 from gqa.models.card import BASE_CARD, demote_headings
+from gqa.uptrain.card import training_text
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -200,6 +201,22 @@ def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: 
     assert "The perplexity of this model was not compared with that of the base model" in text
     assert "| key/value heads | 4 | 2 |" in text
     assert "lora_rank" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "repeats", "says"),
+    [
+        ("self", True, "self-generated text in 2 steps (..., with repeated passages)"),
+        ("selfies.jsonl", True, "`selfies.jsonl` in 2 steps (..., with repeated passages)"),
+        ("text.jsonl", False, "`text.jsonl` in 2 steps (..., read 4.00 times)"),
+    ],
+)
+def test_a_card_says_what_was_read(distilled: Path, data: str, repeats: bool, says: str) -> None:
+    record = json.loads((distilled / "gqa_uptraining.json").read_text())
+    record |= {"data": [data], "tokens": 64, "distinct_tokens": 16, "data_tokens": 16}
+    record["options"]["repeats"] = repeats
+    expected = says.replace("...", "16 of the 16 tokens of the data")
+    assert f"64 tokens of {expected}" in training_text(record)
 
 
 def test_lora_has_a_rank(converted: Path, place: Path, tmp_path: Path) -> None:

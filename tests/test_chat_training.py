@@ -336,14 +336,14 @@ def test_data_on_which_no_token_counts_is_refused(
     data: list[Any], says: str, tmp_path: Path, alone: None
 ) -> None:
     path = write_chats(tmp_path / "data.jsonl", *data)
-    field = ["--field", "messages"]
+    column = ["--text-column", "messages"]
     words = ["--teacher", "none", "--steps", 1, "--context", 16, "--assistant-only-loss"]
 
     result = run(
         tiny_model(tmp_path),
         "--data",
         path,
-        *field,
+        *column,
         *words,
         "-o",
         tmp_path / "out",

@@ -189,16 +189,16 @@ def test_a_column_of_text_comes_before_one_of_chats(tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "plain", "messages": chat(0), "name": "n"}) + "\n")
 
     assert [*parse_source(str(path)).rows()] == [("plain",)]
-    assert [*parse_source(str(path), field="name").rows()] == [("n",)]
+    assert [*parse_source(str(path), text_column="name").rows()] == [("n",)]
     assert not parse_source(str(path)).chats
-    assert [*parse_source(str(path), field="messages").rows()] == [(text_of(chat(0)),)]
-    assert parse_source(str(path), field="messages").chats
+    assert [*parse_source(str(path), text_column="messages").rows()] == [(text_of(chat(0)),)]
+    assert parse_source(str(path), text_column="messages").chats
 
 
 def test_a_column_of_that_name_may_have_text(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", "plain")
 
-    assert [*parse_source(str(path), field="messages").rows()] == [("plain",)]
+    assert [*parse_source(str(path), text_column="messages").rows()] == [("plain",)]
     with pytest.raises(CorpusError, match="has no column 'text'"):
         next(parse_source(str(path)).rows())
 
@@ -207,7 +207,7 @@ def test_other_columns_of_lists_are_no_chats(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", chat(0), column="dialog")
 
     with pytest.raises(CorpusError, match="column 'dialog' has type list; pass a column of text"):
-        next(parse_source(str(path), field="dialog").rows())
+        next(parse_source(str(path), text_column="dialog").rows())
 
 
 @pytest.mark.parametrize(

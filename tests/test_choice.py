@@ -82,7 +82,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
     if "aligned" not in allowed:
         says = says or "needs layers of attention and one MLP, but m"
         refused = run("-g", 2, "--method", "aligned", model)
-        check_refused(refused, says if "align" in says else "", "; use --method mean")
+        check_refused(refused, says if "align" in says else "", "; use --method first")
     unmerged = plan_conversion(model, 4)
     assert unmerged.method_name == "none", "nothing is refused where nothing is merged"
 

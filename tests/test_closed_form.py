@@ -170,7 +170,7 @@ def test_what_an_error_of_scores_does_without_a_mask(
     In others a query sees all keys.
     """
     # So few scores at once that a block is looked at in pieces
-    monkeypatch.setattr(sensitivity, "SCORES", 2 * 6 * rows)
+    monkeypatch.setattr(sensitivity, "SCORES_AT_ONCE", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))

@@ -213,7 +213,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
         ("random --seed 3", True),
         ("aligned --grouping contiguous", True),
         ("aligned --data notes.txt", False),
-        ("calibrated --data notes.txt --field body --separator x", True),
+        ("calibrated --data notes.txt --text-column body --separator x", True),
         ("calibrated --refine-steps 7", False),
         ("refined --refine-steps 7 --context 64 --precision bfloat16", True),
     ],

@@ -134,7 +134,13 @@ def test_the_micro_batch_changes_no_result_of_an_encoder_decoder_with_dropout(
 ) -> None:
     material = pair_material()
     model = tiny_checkpoint(tmp_path / "model", "gqa_t5", pad_token_id=0, dropout_rate=0.3)
-    pairs = {"field": "said", "target_field": "meant", "teacher": "none", "steps": 2, "context": 32}
+    pairs = {
+        "text_column": "said",
+        "target_column": "meant",
+        "teacher": "none",
+        "steps": 2,
+        "context": 32,
+    }
     for micro in (1, 8):
         uptrain(model, material / "pairs.jsonl", tmp_path / f"{micro}", micro_batch=micro, **pairs)
     assert difference(tmp_path / "1", tmp_path / "8") < 1e-2 * difference(model, tmp_path / "8")

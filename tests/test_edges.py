@@ -34,7 +34,10 @@ from support.checkpoints import (
 from support.patches import forbid
 from torch import Tensor
 
+from gqa.checkpoint.files import TensorSpec
+from gqa.checkpoint.read import is_packed
 from gqa.convert import rewrite
+from gqa.convert.heads.modules import AttentionModule
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
@@ -155,6 +158,41 @@ def test_attention_that_is_not_quantized_is_converted(method: str, tmp_path: Pat
     assert run(*words, "--dry-run", model).code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "packed"),
+    [
+        ("gpt_neox.layers.0.attention.bias", "U8", (1, 1, 8, 8), False),
+        ("transformer.h.0.attn.bias", "U8", (1, 1, 8, 8), False),
+        ("model.layers.0.self_attn.q_proj.weight", "U8", (8, 8), True),
+        ("model.layers.0.attention.dense.weight", "I8", (8, 8), True),
+        ("model.layers.0.self_attn.q_proj.qweight", "I32", (8,), True),
+        ("model.layers.0.self_attn.q_proj.bias", "U8", (8,), False),
+    ],
+)
+def test_causal_masks_are_no_quantized_weights(
+    name: str, dtype: str, shape: tuple[int, ...], packed: bool
+) -> None:
+    """Old checkpoints store them as bytes."""
+    assert is_packed(TensorSpec(name, dtype, shape, "f", 0, 0)) == packed
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "layer_path"),
+    [
+        ("model.layers.3.self_attn", 3, "model.layers.3"),
+        ("model.language_model.layers.12.self_attn", 12, "model.language_model.layers.12"),
+        ("transformer.h.0.attn", 0, "transformer.h.0"),
+        # All of these count as the layer after the last
+        ("model.mtp_block.0.self_attn", 28, "model.mtp_block.0"),
+        ("mtp.layers.1.self_attn", 28, "mtp.layers.1"),
+    ],
+)
+def test_the_names_of_a_layer_begin_with_its_own_number(
+    path: str, layer: int, layer_path: str
+) -> None:
+    assert AttentionModule(path, layer, {}).layer_path == layer_path
+
+
 @pytest.mark.parametrize(("name", "number"), [(K0, "nan"), (V0, "-inf")])
 def test_heads_with_nan_and_inf_are_refused(name: str, number: str, tmp_path: Path) -> None:
     made = weights()
@@ -174,7 +212,7 @@ def test_what_a_cast_makes_infinite_is_seen_beside_what_was(
     made[name][0, 1:] = number
     result = run(*MERGED, "--dtype", "float16", llama(tmp_path / "n", tensors=made))
     assert result.code != 0
-    assert name in result.err
+    assert f"{name} has numbers too large for F16; pass another --dtype" in result.err
     assert not (tmp_path / "n-gqa2-mean").exists()
 
 

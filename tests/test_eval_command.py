@@ -263,30 +263,33 @@ def test_hub_ids(
         (
             "T5 --data TEXT",
             "t5gemma is an encoder-decoder, which predicts a column of its own; pass that column "
-            "with --target-field",
+            "with --target-column",
         ),
         (
-            "SRC --data TEXT --target-field other",
-            "--target-field works only with encoder-decoders, but stdlib-mha is not one",
+            "SRC --data TEXT --target-column other",
+            "--target-column works only with encoder-decoders, but stdlib-mha is not one",
         ),
-        ("T5 --data TEXT --target-field text", "are the same column; pass two"),
-        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns; remove --field"),
+        ("T5 --data TEXT --target-column text", "are the same column; pass two"),
+        (
+            "SRC --data PLACE/text.txt --text-column body",
+            "text.txt has no columns; remove --text-column",
+        ),
         ("SRC --data TEXT --separator x", "--separator splits text files into documents, but "),
         ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
         ("T5 --recall", "--recall works only with decoders, but t5gemma is an encoder-decoder"),
         (
-            "T5 --data TEXT --target-field none",
+            "T5 --data TEXT --target-column none",
             "has no column 'none'; it has 'other', 'text'; name the column of targets with "
-            "--target-field",
+            "--target-column",
         ),
         (
-            "T5 --data TEXT --target-field other --cache-bits 4",
+            "T5 --data TEXT --target-column other --cache-bits 4",
             "--cache-bits works only with decoders that have KV heads",
         ),
         ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode cannot be combined"),
         ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         (
-            "T5 SRC --data TEXT --target-field other",
+            "T5 SRC --data TEXT --target-column other",
             "different kinds of models (one is an encoder-decoder)",
         ),
     ],

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def line(place: Path, *names: str) -> str:
     """Models with the pairs."""
     models = " ".join(str(place / name) for name in names)
-    return f"{models} --data {place / 'pairs.jsonl'} --field said --target-field meant"
+    return f"{models} --data {place / 'pairs.jsonl'} --text-column said --target-column meant"
 
 
 @torch.no_grad()

@@ -245,7 +245,7 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
     # `procrustes` undoes rotations only
     for method in ("mean", *(name for name in ALIGNING if name != "procrustes")):
         out = convert_checkpoint(
-            four, 2, tmp_path / method, method=method, calibration=on_ids()
+            four, 2, tmp_path / method, method=method, maps_options=on_ids()
         ).out
         if method == "mean":
             assert error_of(out) > 0.01

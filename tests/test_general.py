@@ -54,7 +54,7 @@ def test_it_is_a_source_like_any_other() -> None:
     assert list(source.texts()) == list(general_texts())
     assert source.identify() == parse_source("general").identify()
     with pytest.raises(CorpusError, match="general is plain text and has no column 'meant'"):
-        parse_source("general", target_field="meant")
+        parse_source("general", target_column="meant")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ def test_it_is_a_source_like_any_other() -> None:
         (("self", "general"), 1000, [("self", 1000)]),
         (("general", "self"), 4096, [("self", 3072), ("general", 1024)]),
         (("self", "x.txt", "general"), 4096, [("self", 1536), ("x.txt", 1536), ("general", 1024)]),
+        # Only the others have a block each
+        (("self", "a", "b", "c", "general"), 1024, [(name, 256) for name in ("self", *"abc")]),
         (("self:9000", "general"), 65_536, [("self:9000", 9000), ("general", MOST)]),
         (("general",), 4096, [("general", 4096)]),
         (("self",), 4096, [("self", 4096)]),
@@ -80,7 +82,7 @@ def test_its_share_of_the_tokens(
 def calibration(source: Path, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
     """Blocks, and those that are held out, of 16 blocks of text."""
     text = CalibrationText(tokens=16 * 64, length=64, **options)
-    blocks, heldout = text.split(read_checkpoint(source), "cpu", SILENT, heldout=128)
+    blocks, heldout = text.split(read_checkpoint(source), "cpu", SILENT, heldout_tokens=128)
     return blocks.tolist(), heldout.tolist()
 
 

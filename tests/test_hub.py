@@ -160,6 +160,16 @@ def test_dry_run_fetches_headers_only(
     assert not list(machine.home.rglob("snapshots/*/*.safetensors"))
 
 
+def test_a_hub_that_is_out_of_order_leaves_what_is_in_the_cache(
+    tmp_path: Path, hub: Hub, machine: Machine
+) -> None:
+    hub.repo(NAME, model(tmp_path / "source"))
+    machine.run(*MERGED, NAME, "-o", "before").expect()
+    hub.failure = 503
+    machine.run(*MERGED, NAME, "-o", "after").expect()
+    assert contents(machine.work / "after") == contents(machine.work / "before")
+
+
 def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     source = model(tmp_path / "source", shards=1)
     torch.save(load(source), source / "pytorch_model.bin")

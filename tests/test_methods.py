@@ -28,7 +28,7 @@ from gqa.convert.heads.family import (
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.from_weights import ModuleEstimate
 from gqa.convert.merge.grouping import find_order, partitions, swap_heads
-from gqa.convert.merge.moments import Moments
+from gqa.convert.merge.moments import Moments, MomentSums
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import METHODS
@@ -126,7 +126,7 @@ def test_a_method_that_reads_weights_is_one_object(
         result = "the last of each group"
 
         def module_maps(self, module: ModuleEstimate) -> HeadMaps:
-            return last_of_each(len(module.stored["key"]), module.groups)
+            return last_of_each(len(module.factors["key"]), module.groups)
 
     monkeypatch.setitem(METHODS, "procrustes", Last())
     tensors = converted(source, 2, tmp_path, "procrustes", grouping="contiguous")
@@ -149,7 +149,7 @@ def test_a_method_that_reads_text_is_one_object(
     mean = converted(source, 2, tmp_path / "mean", "mean")
     monkeypatch.setitem(METHODS, "calibrated", Measured())
     made = convert_checkpoint(
-        source, 2, tmp_path / "out", method="calibrated", calibration=on_ids(check=True)
+        source, 2, tmp_path / "out", method="calibrated", maps_options=on_ids(check=True)
     )
 
     tensors = all_tensors(made.out)
@@ -257,15 +257,15 @@ def test_swaps_end_with_costs_that_say_nothing(value: float) -> None:
 def test_moments_follow_their_heads() -> None:
     """Moments of all heads, cut into groups in another order, are those of heads in that order."""
     q, k, v, significance = (torch.randn(2, heads, 5, 4) for heads in (8, 4, 4, 8))
-    distances, order, found = torch.rand(8, 5), (2, 0, 3, 1), []
+    distances = torch.rand(8, 5)
+    order = (2, 0, 3, 1)
+    found = []
     for groups, kv in ((1, [0, 1, 2, 3]), (2, list(order))):
         of = [2 * head + one for head in kv for one in (0, 1)]
-        moments, weights = (
-            Moments.zeros(LayerHeads(8, 4, 4, 4), groups, 5),
-            significance[:, of, :, 0].square(),
-        )
-        moments.add(q[:, of], k[:, kv], v[:, kv], weights, torch.ones(1, 5), distances[of])
-        found.append(moments.averaged())
+        weights = significance[:, of, :, 0].square()
+        sums = MomentSums(LayerHeads(8, 4, 4, 4), groups, 5)
+        sums.add(q[:, of], k[:, kv], v[:, kv], weights, torch.ones(1, 5), distances[of])
+        found.append(sums.averaged())
     whole, cut = found[0].regrouped(order, 2), found[1]
     for name in ("keys", "key_means", "queries", "values", "distances"):
         torch.testing.assert_close(getattr(whole, name), getattr(cut, name), rtol=1e-5, atol=1e-5)
@@ -283,7 +283,7 @@ def test_keys_and_values_decide_together_in_whatever_units() -> None:
     for key_unit, value_unit in ((1, 1), (1e6, 1), (1, 1e6), (1, 0), (0, 1)):
         means, distances = keys.new_zeros(1, 32), keys.new_zeros(8, 0)
         moments = Moments(key_unit * keys, means, queries, value_unit * values, distances)
-        orders.append(find_order(moments, w_o, 4, Rotary(4), free_keys=True))
+        orders.append(find_order(moments, w_o, 4, Rotary(4), aligns_keys=True))
     assert orders[:3] == orders[:1] * 3
     assert orders[0] not in orders[3:]
 
@@ -333,7 +333,7 @@ def test_from_the_option_to_the_checkpoint(
     for grouping in ("contiguous", "auto"):
         calibration = on_ids(grouping=grouping)
         out = convert_checkpoint(
-            model, groups, tmp_path / grouping, method=method, calibration=calibration
+            model, groups, tmp_path / grouping, method=method, maps_options=calibration
         ).out
         lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
     assert lost["auto"] < 1e-4

@@ -188,7 +188,7 @@ def test_a_study(hostile: Path, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "a column": ("gqa-eval", ("--data", "DATA", "--field", HOSTILE)),
+    "a column": ("gqa-eval", ("--data", "DATA", "--text-column", HOSTILE)),
     "a text": ("gqa-eval", ("--data", f"./{HOSTILE}.txt")),
     "a method": ("gqa-convert", ("-g", 2, "--method", HOSTILE)),
     "a tokenizer's class": ("gqa-eval", ("--data", "DATA")),

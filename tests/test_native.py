@@ -365,7 +365,7 @@ def test_heads_are_merged_as_in_the_other_class(
     whole = convert_checkpoint(directory, 4, tmp_path / "whole").out
     made, expected, other = (
         all_tensors(
-            convert_checkpoint(place, groups, tmp_path / out, method=how, calibration=on_ids()).out
+            convert_checkpoint(place, groups, tmp_path / out, method=how, maps_options=on_ids()).out
         )
         for place, out, how in (
             (directory, "made", method),

@@ -15,7 +15,7 @@ from support.embedded import SOURCE
 from support.patches import use_data_cache
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.calibration_text import COPIED, without_copies
+from gqa.convert.merge.calibration_text import COPY_TOKENS, without_copies
 from gqa.core.console import SILENT, Watcher
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.passages import LENGTH, Passages, letters_of
@@ -180,7 +180,7 @@ def test_data_without_heldout_text_is_trained_on_as_it_is(tokenizer: Any) -> Non
 def test_pairs_of_which_half_is_held_out_are_left_out(tmp_path: Path) -> None:
     one, other, third = sentences(3, 0)
     file = lines(tmp_path / "pairs.jsonl", {"text": one, "to": other}, {"text": other, "to": third})
-    source = parse_source(str(file), target_field="to")
+    source = parse_source(str(file), target_column="to")
     assert len([*source.excluding(Exclusion(Passages.of([f"{one} {other.upper()}"]))).rows()]) == 1
 
 
@@ -196,7 +196,7 @@ def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
         Path("mixed.jsonl"), [*DOCUMENTS, *(text.replace(" ", "  ") for text in DOCUMENTS)]
     )
     options = AblateOptions(Path("study"), "m", data=(str(data),), calibration_context=64, **case)
-    text = replace(options.maps.text, repeats=False)
+    text = replace(options.maps_options.text, repeats=False)
     ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     trained = runs_of(tokenizer.decode(ids.flatten()))
     part = parse_source(str(data)).part(0.2)
@@ -228,4 +228,4 @@ def test_the_quality_check_leaves_out_blocks_that_are_calibration_text() -> None
         "3 of 10 blocks of data.txt that are meant to measure quality also occur in the "
         "calibration text; they are left out"
     ]
-    assert len(without_copies(other[:, : COPIED - 1], blocks, "x", watcher)) == 6
+    assert len(without_copies(other[:, : COPY_TOKENS - 1], blocks, "x", watcher)) == 6

@@ -300,6 +300,25 @@ def test_options_are_an_object_or_keywords() -> None:
         gqa.convert_model("model", zzz=3)
 
 
+def test_none_is_an_option_that_is_not_given() -> None:
+    """As on the command line."""
+    given: dict[str, Any] = {"seed": None, "learning_rate": None, "data": None}
+    assert gqa.TrainOptions("model", **given) == gqa.TrainOptions("model")
+    with pytest.raises(gqa.RefusedError, match="model is missing; pass a value"):
+        gqa.TrainOptions(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1.5K", 1500), ("2M", 2 * 10**6), ("1.7", None), ("1.0005K", None)]
+)
+def test_numbers_of_tokens_are_whole(text: str, tokens: int | None) -> None:
+    if tokens is None:
+        with pytest.raises(gqa.RefusedError, match=f"'{text}' is not a number of tokens"):
+            gqa.TrainOptions("model", tokens=text)  # type: ignore[arg-type]
+    else:
+        assert gqa.TrainOptions("model", tokens=text).tokens == tokens  # type: ignore[arg-type]
+
+
 def test_groups_are_kv_heads(place: Path, tmp_path: Path) -> None:
     """As on the command line."""
     result = gqa.convert_model(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,24 @@ def test_what_a_run_leaves_that_is_killed_while_it_marks_is_ours(
     assert directory.is_ours()
     (directory.path / "thesis.txt").write_text("mine")
     assert not directory.is_ours()
+
+
+def test_the_same_mark_is_not_written_again(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk would empty the file; the disk says so when it is told to write."""
+    directory.claim()
+    directory.mark(place="here")
+    before = read_mark(directory.path)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    directory.mark(place="here")
+    assert read_mark(directory.path) == before
+    with pytest.raises(OSError, match="No space left"):
+        directory.mark(place="there")
 
 
 def test_another_run_is_refused_with_what_differs(directory: RunDirectory) -> None:

@@ -64,7 +64,15 @@ def sampled(
     """Blocks, and the numbers of tokens that were to be sampled and that were."""
     watcher, model = Recorder(), read_checkpoint(source)
     blocks = sampled_blocks(
-        lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how
+        lambda dtype: teacher,
+        "cpu",
+        model,
+        size=size,
+        n_blocks=n_blocks,
+        seed=seed,
+        plain=plain,
+        watcher=watcher,
+        **how,
     )
     return blocks, [count for stage in watcher.stages for count in stage]
 
@@ -243,7 +251,9 @@ def test_as_many_at_a_time_as_memory_holds(
     for free in (None, 3 * weights, weights):
         # A CPU, a device that has room, and one that is filled by the weights
         monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
-        blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 20, 0, plain=True)
+        blocks = sampled_blocks(
+            opened, "cpu", read_checkpoint(SOURCE), size=SIZE, n_blocks=20, seed=0, plain=True
+        )
         texts.append(ids(blocks).tobytes())
         blocks.path.unlink()
     assert batches == [5, 3, 2] + [1] * 5

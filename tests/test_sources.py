@@ -151,6 +151,28 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
     assert {spec: refusal(spec) for spec in refused} == refused
 
 
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train.jsonl", "val.jsonl"), "train, validation"),
+        (("training.jsonl", "Test.jsonl"), "test, train"),
+        (("eval.jsonl", "heldout.jsonl"), "heldout, test"),
+    ],
+)
+def test_splits_are_known_by_their_usual_names(
+    tmp_path: Path, names: tuple[str, ...], splits: str
+) -> None:
+    for name in names:
+        lines(tmp_path / name, {"text": name})
+    assert f"holds several splits ({splits}); pass the files of one" in refusal(tmp_path)
+
+
+def test_two_names_of_one_split_are_one_split(tmp_path: Path) -> None:
+    for name in ("valid.jsonl", "validation.jsonl", "dev.jsonl", "evaluator_notes.jsonl"):
+        lines(tmp_path / name, {"text": name})
+    assert len(texts_of(str(tmp_path))) == 4
+
+
 def test_the_page_of_data_names_every_kind_of_file() -> None:
     """In the words of the error."""
     page = (ROOT / "docs/uptraining.md").read_text(encoding="utf-8")
@@ -170,7 +192,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "number.jsonl": (
         b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
-        ": column 'text' has type int; pass a column of text with --field",
+        ": column 'text' has type int; pass a column of text with --text-column",
     ),
     "missing.jsonl": (
         b'{"title": "a", "b\\n": 1}\n',
@@ -178,7 +200,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "missing.csv": (
         b"title,body\na,b\n",
-        " has no column 'text'; it has 'body', 'title'; name the column of text with --field",
+        " has no column 'text'; it has 'body', 'title'; name the column of text with --text-column",
     ),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": column 'text' is not Unicode: "),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
@@ -226,7 +248,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "missing.parquet": "missing.parquet has no column 'text'; it has 'body', 'title'",
         "cut.parquet": "cut.parquet cannot be read: ",
         "ints.parquet": "ints.parquet: column 'text' has type int; "
-        "pass a column of text with --field",
+        "pass a column of text with --text-column",
         "cut.arrow": "cut.arrow cannot be read: ",
         "many": "line 1 of many/2.jsonl is not JSON ('{'); ",
     }
@@ -240,7 +262,7 @@ def test_options_of_sources_are_not_ignored(
     for name in ("a.txt", "a.jsonl"):
         Path(name).write_text("{}")
     with pytest.raises(
-        CorpusError, match=r"--field body is a column .*, but stdlib:train has no columns"
+        CorpusError, match=r"--text-column body is a column .*, but stdlib:train has no columns"
     ):
         check_text_options(["self", "stdlib:train"], "body", None)
     with pytest.raises(
@@ -257,7 +279,7 @@ def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> Non
     parts += [
         list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))
     ]
-    parts.append(list(CalibrationText(specs, separator="--")._source(specs[0]).texts()))
+    parts.append(list(CalibrationText(specs, separator="--")._whole_source(specs[0]).texts()))
     assert parts == [["one", "two"]] * 3
 
 
@@ -266,9 +288,11 @@ def test_columns(tmp_path: Path) -> None:
     rows = [
         {"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))
     ]
-    pairs = parse_source(str(lines(tmp_path / "rows.jsonl", *rows)), field="a", target_field="b")
+    pairs = parse_source(
+        str(lines(tmp_path / "rows.jsonl", *rows)), text_column="a", target_column="b"
+    )
     assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
-    message = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), field="\x1b]0;")
+    message = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), text_column="\x1b]0;")
     assert message.isprintable()
     assert len(message) < 1100
 
@@ -279,7 +303,9 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
         lines(tmp_path / "b.jsonl", {"text": "a"}),
     )
     assert parse_source(str(one)).identify() == parse_source(str(other)).identify()
-    identities = {parse_source(str(one), field=field).identify() for field in ("text", "title")}
+    identities = {
+        parse_source(str(one), text_column=column).identify() for column in ("text", "title")
+    }
     lines(one, {"text": "b"})
     for name in ("a.jsonl", "b.csv", "b.txt"):
         (tmp_path / name).write_bytes(one.read_bytes())
@@ -368,7 +394,11 @@ def test_hub(
             {"streaming": True},
             cannot + "Bad split: x. Available splits: ['train', 'test']" + choose,
         ),
-        ("lab/data:a", {"field": "body"}, "lab/data:a has no column 'body'; it has 'n', 'text'"),
+        (
+            "lab/data:a",
+            {"text_column": "body"},
+            "lab/data:a has no column 'body'; it has 'n', 'text'",
+        ),
         (
             "lab/none",
             {},

@@ -259,9 +259,11 @@ def test_names_of_the_class(name: str, tmp_path: Path) -> None:
     plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated")
     pair, expected = ModelPair(plan, on_ids()), model.state_dict()
     for layer in range(pair.layers):
-        pair.base.load(layer)
+        pair.base_model.load(layer)
     loaded = {
-        key: tensor for key, tensor in pair.base.model.state_dict().items() if not tensor.is_meta
+        key: tensor
+        for key, tensor in pair.base_model.model.state_dict().items()
+        if not tensor.is_meta
     }
     assert all(key.endswith("lm_head.weight") for key in expected.keys() - loaded.keys())
     assert equal(loaded, {key: expected[key].to(loaded[key].dtype) for key in loaded})

@@ -115,7 +115,10 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
         notes, reasons = [family.note] if family.note else [], defaultdict(list)
         # Why the heads of which types cannot be aligned
         for name, found in family.symmetries.items():
-            if why := found if isinstance(found, str) else found.unless and found.unless[0]:
+            why = found
+            if not isinstance(found, str):
+                why = found.impossible_if[0] if found.impossible_if else ""
+            if why:
                 reasons[why].append(name)
         notes += [f"not aligned: {', '.join(names)} ({why})" for why, names in reasons.items()]
         layerwise = defaultdict(list)

@@ -196,7 +196,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     plan = by(plan, "calibrated")
     if why := UNSERVED.get(name.partition("+")[0]):
         with pytest.raises(
-            RefusedError, match=f"cannot be run layer by layer: {why}; use method mean"
+            RefusedError, match=f"cannot be run layer by layer: {why}; use method first, mean"
         ):
             plan_conversion(directory, kv, method="calibrated")
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):  # it is true
@@ -211,13 +211,13 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         else:
             check_frequencies(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given
-        hidden = after_layers(model, calibrator.pair.base.prefix, given)
+        hidden = after_layers(model, calibrator.pair.base_model.prefix, given)
         assert relative(calibrator.text.base.hidden, hidden) < SAME
         assert relative(calibrator.text.converted.hidden, hidden) < RECOVERED
         if example:
             assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
-    if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
+    if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.can_reorder_heads(plan.config.text):
         check_places(tiny, directory, expected, example)
 
 
@@ -268,14 +268,14 @@ def check_frequencies(pair: ModelPair, name: str, length: int) -> None:
             (module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length))
         )
     known = [(module, rotary) for module, rotary in found if rotary.frequencies]
-    turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
+    turned = symmetry.can_align_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(known) == (turned and name not in UNLIMITED)
     for module, rotary in known[:1]:
         stream = pair.first_stream({"input_ids": torch.full((1, length), 5)})
         stream.hidden = torch.randn(stream.hidden.shape[-1]).expand(1, length, -1)
-        attention = pair.base.load(module.layer).attention(module.path)
+        attention = pair.base_model.load(module.layer).attention(module.path)
         (capture,) = attention.capture(stream, "heads")
-        pair.base.release(module.layer)
+        pair.base_model.release(module.layer)
         for heads in capture.heads[:2]:
             before, after = (
                 (h - h[:, :, :1]).abs().max() for h in (unrotate(heads, rotary), heads)
@@ -406,7 +406,7 @@ def test_options_that_take_a_symmetry_away(tmp_path: Path) -> None:
                 match=rf"cannot align the heads of {number} \({tiny.model_type}\): {why}",
             ):
                 convert_checkpoint(
-                    directory, 2, tmp_path / "out", method=method, calibration=on_ids()
+                    directory, 2, tmp_path / "out", method=method, maps_options=on_ids()
                 )
     assert not (tmp_path / "out").exists()
 

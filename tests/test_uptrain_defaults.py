@@ -30,7 +30,7 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
-from gqa.uptrain.models import TOKENS, settle
+from gqa.uptrain.models import DEFAULT_TOKENS, settle
 from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import settle_steps
@@ -195,7 +195,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_length_and_scope(converted: Path) -> None:
     found, _ = settled(converted)
     assert found.data == ("self",)
-    assert found.tokens == TOKENS
+    assert found.tokens == DEFAULT_TOKENS
     assert found.train == "all"
     for given in ({"steps": 3}, {"alpha": 0.1, "data": ("text",)}, {"data": ("self:1k",)}):
         assert settled(converted, **given)[0].tokens is None
@@ -348,8 +348,15 @@ def options(**given: Any) -> TrainOptions:
         (
             {"batch_size": 8, "micro_batch": 3},
             2,
-            "--micro-batch 3 does not divide the 4 blocks that each process has in a step; pass 1, "
-            "2 or 4",
+            "--micro-batch 3 does not divide the 4 blocks that each process has in a step; pass a "
+            "divisor, like 1",
+        ),
+        # At once, however many divisors there may be
+        (
+            {"batch_size": 10**9, "micro_batch": 6},
+            1,
+            "--micro-batch 6 does not divide the 1000000000 blocks that each process has in a "
+            "step; pass a divisor, like 2",
         ),
         (
             {"heldout": "a", "heldout_fraction": 0.1},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import Result, run, snapshot
+from support.checkpoints import Result, edit_json, edit_tensors, run, snapshot
 from support.patches import use_bfloat16, use_speed
 from support.training import converted_beside_base, fresh_accelerator, material
 
@@ -204,10 +204,28 @@ def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
         ("--teacher", "none"),
         ("--data", "none.jsonl"),
         ("--heldout", "none.jsonl"),
+        ("--data", "self:1K", "--tokens", "2K"),
+        ("--target-column", "meant"),
     )
     for words in refused:
         assert uptrain(converted, *words, "--dry-run").code == 2
         assert uptrain(converted, *words, "--dry-run").err == uptrain(converted, *words).err
+
+
+@pytest.mark.parametrize("scope", ["attention", "kv"])
+def test_a_dry_run_reads_names_as_a_run_does(converted: Path, scope: str) -> None:
+    """Of a checkpoint whose names lack the prefix of the class."""
+
+    def without_prefix(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): entry for name, entry in entries.items()}
+
+    expected = plan(converted, "--train", scope)["trained"]
+    edit_tensors(converted, without_prefix)
+    edit_json(
+        converted / "model.safetensors.index.json",
+        lambda index: index.update(weight_map=without_prefix(index["weight_map"])),
+    )
+    assert plan(converted, "--train", scope)["trained"] == expected
 
 
 def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from gqa.core.errors import OutputError, StoppedError, UnfinishedError
 from gqa.uptrain.log import Log
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
+from gqa.uptrain.state import States
 
 STEPS = 3
 
@@ -183,6 +185,33 @@ def test_space_for_the_trained_weights_is_needed_before_the_first_step(
     forbid_training(monkeypatch)
     with pytest.raises(OutputError, match="and the trained weights, which are saved before it"):
         uptrain(run)
+
+
+def test_states_elsewhere_count_the_room_of_the_disk_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is found on a full disk writes its result to another one."""
+    full = tmp_path / "full" / "out-state"
+    roomy = tmp_path / "roomy"
+    full.mkdir(parents=True)
+    roomy.mkdir()
+    stat = Path.stat
+
+    def stat_of_two_disks(path: Path, **options: Any) -> Any:
+        found = stat(path, **options)
+        fields = {name: getattr(found, name) for name in ("st_mode", "st_uid", "st_size")}
+        return SimpleNamespace(**fields, st_dev=int(path.is_relative_to(roomy)))
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=1000 if Path(path).is_relative_to(roomy) else 20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat_of_two_disks)
+        patch.setattr(Path, "is_dir", lambda path: os.path.isdir(path))
+        patch.setattr(shutil, "disk_usage", usage)
+        States(full, roomy / "out").check_space(10, 900)
+        with pytest.raises(OutputError, match="no space left"):
+            States(full, tmp_path / "full" / "out").check_space(10, 900)
 
 
 def model_of(tmp_path: Path) -> Path:

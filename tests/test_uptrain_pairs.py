@@ -92,7 +92,7 @@ def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any)
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
 
-PAIRS = {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}
+PAIRS = {"data": "pairs.jsonl", "text_column": "said", "target_column": "meant"}
 DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "denoising": ("bart", {}),
@@ -201,16 +201,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "marian",
         {},
         "has neither sentinels nor a mask token, so plain text makes no pairs; pass pairs with "
-        "--field and",
+        "--text-column and",
     ),
     (
         "t5",
         PAIRS | {"streaming": True},
-        "--target-field is a column of stored data; remove --streaming",
+        "--target-column is a column of stored data; remove --streaming",
     ),
     (
         "t5",
-        {"data": "self", "target_field": "meant"},
+        {"data": "self", "target_column": "meant"},
         "of stored data; remove --streaming and --data",
     ),
     ("t5", {"repeats": True}, "repeats works only with decoders, but t5 is an encoder-decoder"),
@@ -239,5 +239,5 @@ def test_refusals(tmp_path: Path) -> None:
         **PAIRS | {"data": pair_material() / "pairs.jsonl"},
     )
     done = run(*decoder, program="gqa-uptrain")
-    assert "--target-field works only with encoder-decoders, but model is not one" in done.err
+    assert "--target-column works only with encoder-decoders, but model is not one" in done.err
     assert not list(tmp_path.iterdir())

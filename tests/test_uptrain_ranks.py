@@ -59,7 +59,8 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
         *runs.words(sharded, **words), ranks=2, before=[partial(shard, True), partial(kill_at, 3)]
     )
     assert killed.code == -signal.SIGKILL
-    files = {path.name for path in States(Path(f"{sharded}-state")).latest().path.rglob("*.distcp")}
+    latest = States(Path(f"{sharded}-state"), Path(sharded)).latest()
+    files = {path.name for path in latest.path.rglob("*.distcp")}
     assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
     shutil.copytree(f"{sharded}-state", f"{alone}-state")
     runs.run(*runs.words(began, **words), before=[partial(kill_at, 3)])

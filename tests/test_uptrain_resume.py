@@ -35,7 +35,7 @@ from support.training import Runs, Step, difference, losses, metrics, shared_run
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gqa.core.errors import RefusedError
-from gqa.uptrain.state import States
+from gqa.uptrain.state import States, states_directory
 from gqa.uptrain.state_files import _readable
 
 STEPS = 4
@@ -62,7 +62,7 @@ def state(out: Path, step: int) -> Path:
 
 
 def states(out: Path) -> States:
-    return States(out.with_name(f"{out.name}-state"))
+    return States(states_directory(out), out)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

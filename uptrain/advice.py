@@ -9,6 +9,7 @@ from typing import Any
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.convert.advice import evaluation_line
 from gqa.core.options import flag
+from gqa.corpus.specs import is_self, parse_self
 from gqa.uptrain.models import find_local_base
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Run
@@ -27,7 +28,7 @@ def next_line(run: Run, progress: TrainingProgress) -> str:
     if progress.is_unchanged:
         return _more_tokens(options, progress)
     if run.config.is_encoder_decoder:
-        return "measure it on pairs of text: see --data and --target-field of gqa-eval"
+        return "measure it on pairs of text: see --data and --target-column of gqa-eval"
 
     further = []
     baseline = _baseline(run)
@@ -44,12 +45,19 @@ def next_line(run: Run, progress: TrainingProgress) -> str:
 
 def _more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     """How to train on more tokens; the length was given in one of three ways, or not at all."""
+    more = _MORE * progress.tokens
+    length = f"--tokens {more}"
     given = [flag(name) for name in ("alpha", "steps") if options.is_set(name)]
-    instead = f" instead of {given[0]}" if given else ""
-    return (
-        f"train on more tokens: the same command with --overwrite and --tokens "
-        f"{_MORE * progress.tokens}{instead}"
-    )
+
+    if is_self(options.data[0]):
+        stated, is_plain = parse_self(options.data[0])
+        if stated:
+            source = "self:plain" if is_plain else "self"
+            length = f"--data {source}:{more}"
+            given = [f"--data {options.data[0]}", *given]
+
+    instead = f" instead of {' and '.join(given)}" if given else ""
+    return f"train on more tokens: the same command with --overwrite and {length}{instead}"
 
 
 def _baseline(run: Run) -> str:

@@ -25,19 +25,19 @@ from gqa.uptrain.text_data import TextDataBuilder
 def build_data(
     options: TrainOptions,
     checkpoint: Checkpoint,
-    base: Checkpoint | None,
+    teacher: Checkpoint | None,
     config: Any,
     tokenizer: Any,
     device: str,
     watcher: Watcher,
 ) -> Dataloader:
-    """The data to train on, which the model of `base` may write, and the held-out blocks, for a
+    """The data to train on, which the teacher may write, and the held-out blocks, for a
     model of a transformers `config`. Raises RefusedError and CorpusError.
     """
     longest = find_block_size(config, tokenizer, checkpoint, options)
     # The teacher may have more rows of logits than the model has embeddings.
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-    teacher = base and Teacher(base, options, device, watcher, vocabulary)
+    writer = teacher and TextWriter(teacher, options, device, watcher, vocabulary)
     processes = ranks()
 
     # The main process tokenizes, or samples from the teacher; then the others read its cache, also
@@ -53,8 +53,8 @@ def build_data(
         )
 
         write = None
-        if teacher:
-            write = teacher.write_pairs if pair_encoder else teacher.write_text
+        if writer:
+            write = writer.write_pairs if pair_encoder else writer.write_text
         text = TextDataBuilder(options, encoders, longest, processes.num_processes, write)
         if pair_encoder:
             return PairDataBuilder(text, pair_encoder).build()
@@ -65,18 +65,18 @@ def build_data(
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """The base model as the author of the text to train on.
+class TextWriter:
+    """Writes the text to train on with the teacher.
 
     Attributes:
-        base: The base model.
+        teacher: The teacher.
         options: Of the run.
         device: Where it writes.
         watcher: Shows its progress.
         vocabulary: Tokens that the trained model knows.
     """
 
-    base: Checkpoint
+    teacher: Checkpoint
     options: TrainOptions
     device: str
     watcher: Watcher
@@ -87,7 +87,7 @@ class Teacher:
         options = self.options
         load = partial(
             load_model,
-            str(self.base.directory),
+            str(self.teacher.directory),
             device=self.device,
             attention=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
@@ -96,12 +96,12 @@ class Teacher:
         return sampled_blocks(
             load,
             self.device,
-            self.base,
-            size,
-            count,
-            derive_seed(options.seed, "training"),
-            is_plain,
-            self.watcher,
+            self.teacher,
+            size=size,
+            n_blocks=count,
+            seed=derive_seed(options.seed, "training"),
+            plain=is_plain,
+            watcher=self.watcher,
             trust_remote_code=options.trust_remote_code,
             vocabulary=self.vocabulary,
         )
@@ -109,7 +109,7 @@ class Teacher:
     def write_pairs(self, size: int, count: int) -> SampledBlocks:
         """`count` pairs of at most `size` tokens a side."""
         maker = PairMaker(
-            self.base,
+            self.teacher,
             self.device,
             size,
             self.options.seed,

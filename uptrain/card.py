@@ -12,6 +12,7 @@ from gqa.convert.heads.family import groups_text
 from gqa.convert.summary import describe_quality, loss_of, measured_text
 from gqa.core.errors import plural
 from gqa.core.escape import code_span, markdown
+from gqa.corpus.specs import is_self
 from gqa.models.card import (
     CARD,
     SourceCard,
@@ -150,7 +151,7 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
         if conversion.method:
             start += f" (`gqa-convert`, method {code_span(conversion.method)})"
         start += ", then "
-    text = f"{start}{_training(record)}."
+    text = f"{start}{training_text(record)}."
 
     losses = record["losses"]
     if losses["heldout_before"] is not None and not losses["best_step"]:
@@ -161,7 +162,7 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     return text
 
 
-def _training(record: Record) -> str:
+def training_text(record: Record) -> str:
     """How the model was trained, as the rest of a sentence."""
     teacher = record["teacher"]
     if record["teacher_is_base"]:
@@ -174,7 +175,7 @@ def _training(record: Record) -> str:
         goal = "trained on text"
 
     data = ", ".join(record["data"])
-    source = "self-generated text" if data.startswith("self") else code_span(data)
+    source = "self-generated text" if is_self(record["data"][0]) else code_span(data)
     steps = plural(record["steps"], "step")
     amount = f"{record['tokens']:,} tokens of {source} in {steps}{_share_of_data(record)}"
 
@@ -192,8 +193,10 @@ def _share_of_data(record: Record) -> str:
     distinct = record["distinct_tokens"]
     if distinct is not None:
         parts.append(f"{distinct:,} of the {record['data_tokens']:,} tokens of the data")
-        if record["tokens"] > distinct:
+        if record["options"].get("repeats"):
             parts.append("with repeated passages")
+        elif record["tokens"] > distinct:
+            parts.append(f"read {record['tokens'] / distinct:.2f} times")
     return f" ({', '.join(parts)})" if parts else ""
 
 

@@ -14,8 +14,8 @@ def data_sources(options: TrainOptions) -> tuple[Source, ...]:
     """The sources of --data. Raises CorpusError."""
     return parse_sources(
         options.data,
-        field=options.field,
-        target_field=options.target_field,
+        text_column=options.text_column,
+        target_column=options.target_column,
         streaming=options.streaming,
         separator=options.separator,
     )

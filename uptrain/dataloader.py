@@ -38,7 +38,8 @@ class Dataloader:
         summary: The data in words.
         heldout_blocks: On which the run is measured.
         first: The first block to train on.
-        make: Makes pairs of blocks for an encoder-decoder.
+        make: Makes a pair (source, target) of one block, for an encoder-decoder; None if blocks are
+            read as they are.
         pair_tokens: Tokens of each block in order, if lengths differ.
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.

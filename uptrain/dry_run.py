@@ -14,6 +14,7 @@ from gqa.core.devices import find_device, ranks
 from gqa.core.errors import OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
+from gqa.models.names import follow_prefix
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
@@ -21,6 +22,7 @@ from gqa.uptrain.models import distills_from_base, freeze_parameters
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import (
     ENDLESS,
+    check_stated_tokens,
     count_blocks,
     count_steps,
     longest_block,
@@ -94,7 +96,8 @@ class DryRun:
 def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     """The plan of a run that is not started: no weights are read, and only the beginning of text.
 
-    Raises RefusedError and CorpusError as a run would, for options, models and local text.
+    Raises RefusedError and CorpusError as a run would, except for what needs the tokenizer, the
+    weights or more than the beginning of the text.
     """
     processes = ranks().num_processes
     resolved = resolve_options(options, processes, watcher)
@@ -144,7 +147,9 @@ def run_length(resolved: Resolved, processes: int) -> Length | None:
     options = settle_steps(options, data_tokens, longest, processes)
     if not options.lengths:
         options = replace(options, tokens=data_tokens)
-    steps = count_steps(count_blocks(options, data_tokens), options)
+    n_blocks = count_blocks(options, data_tokens)
+    check_stated_tokens(options, n_blocks, data_tokens)
+    steps = count_steps(n_blocks, options)
     return Length(steps, options.blocks_per_step, options.block)
 
 
@@ -153,6 +158,7 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
     options = resolved.options
     checkpoint = resolved.checkpoint
     model = _empty_model(checkpoint, options, "float32")
+    follow_prefix(model, checkpoint.tensors)
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
 
     parameters = model.num_parameters()

@@ -27,31 +27,31 @@ NOT_FINITE = (
 
 
 def evaluate(
-    setup: Setup, model: Any, progress: TrainingProgress, best: Weights
+    setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights
 ) -> dict[str, float]:
     """Measure the held-out losses of the weights as they would be stored, and copy those that train
     to `best` if they are the best so far. Return the losses for the log.
     """
     with stored_weights(setup.model, setup.checkpoint):
-        losses = heldout_losses(setup, model)
+        losses = heldout_losses(setup, wrapped)
     if not progress.step and not math.isfinite(losses["loss"]):
         raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
 
     lowest = progress.heldout_after
     if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
-        best.update(copy_trained(setup, model))
+        best.update(copy_trained(setup, wrapped))
     elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
         progress.heldout_after = losses
         progress.best_step = progress.step
         # The last weights are in memory when the result is written
         if progress.step < setup.dataloader.steps:
-            best.update(copy_trained(setup, model))
+            best.update(copy_trained(setup, wrapped))
     return {f"heldout_{name}": value for name, value in losses.items()}
 
 
 @torch.no_grad()
-def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
+def heldout_losses(setup: Setup, wrapped: Any) -> dict[str, float]:
     """Means per token over the held-out blocks, which the ranks share: `loss`, which training
     minimizes, and its parts `nats` and, with a teacher, `distillation`.
     """
@@ -62,18 +62,18 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     blocks = setup.dataloader.heldout_blocks
     micro = setup.micro_batch
 
-    model.eval()
+    wrapped.eval()
     sums = zero_sums(4, device)  # predictions, nats, distillation, loss
     # All ranks make the same number of passes (FSDP waits for them); a rank without a block repeats
     # the first ones, which do not count.
     for start in range(0, len(blocks), micro * ranks):
         share = blocks[start + rank * micro : start + (rank + 1) * micro]
         batch = {name: tensor.to(device) for name, tensor in stack(share or blocks[:1]).items()}
-        loss, numbers = model(**batch)
+        loss, numbers = wrapped(**batch)
         if share:
             sums += torch.stack([*numbers, loss])
     sums = accelerator.reduce(sums, "sum")
-    model.train()
+    wrapped.train()
 
     nats, divergence, mean = means(sums)
     losses = {"loss": mean, "nats": nats}
@@ -94,7 +94,7 @@ def means(sums: Tensor) -> list[float]:
     return [total / max(count, 1.0) for total in totals]
 
 
-def go_back(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> bool:
+def go_back(setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights) -> bool:
     """After an evaluation: if the loss has not become lower, give the model the best weights so
     far, and let the run go on from them at a lower learning rate.
 
@@ -110,12 +110,12 @@ def go_back(setup: Setup, model: Any, progress: TrainingProgress, best: Weights)
     if is_better or is_last or not depends_on_length(setup.options.schedule):
         return False
 
-    _copy_into(state_dict(setup.accelerator, model), best)
+    _copy_into(state_dict(setup.accelerator, wrapped), best)
     progress.rate_cuts += 1
     return True
 
 
-def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:
+def best_weights(setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights) -> Weights:
     """This process' weights with the lowest held-out loss, once training is done: the model's own,
     into which `best` is copied if an earlier step was better; the last ones if nothing is held out.
     Empty if no step improved the model.
@@ -124,7 +124,7 @@ def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Wei
     if has_heldout and not progress.best_step:
         return {}
 
-    weights = state_dict(setup.accelerator, model)
+    weights = state_dict(setup.accelerator, wrapped)
     if has_heldout and progress.best_step < progress.step:
         _copy_into(weights, best)
     return weights
@@ -137,9 +137,9 @@ def _copy_into(weights: Weights, best: Weights) -> None:
         local_shard(weights[name]).copy_(local_shard(tensor))
 
 
-def copy_trained(setup: Setup, model: Any) -> Weights:
+def copy_trained(setup: Setup, wrapped: Any) -> Weights:
     """Copies of the weights that train, or of this process' shards, in the host's memory."""
-    weights = state_dict(setup.accelerator, model)
+    weights = state_dict(setup.accelerator, wrapped)
     return {
         name: weights[name].to("cpu", copy=True)
         for name in trained_names(setup.model)

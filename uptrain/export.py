@@ -25,7 +25,7 @@ from gqa.core.errors import OutputError, RefusedError, explain, listing, verific
 from gqa.models.loading import model_class
 from gqa.models.names import saved_tensors
 from gqa.uptrain.card import CARD, trained_card
-from gqa.uptrain.record import conversion_record
+from gqa.uptrain.record import move_base_path
 from gqa.uptrain.setup import Run
 from gqa.uptrain.state_files import WEIGHTS, State
 from gqa.uptrain.weights import merge_adapters
@@ -41,13 +41,13 @@ def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> Non
     with run.open_output() as output:
         require_space(source.nbytes, output.out)
 
-        # The card shows the record with the path of the base model from the result's place
-        conversion = conversion_record(run, record)
+        # Before the card, which shows the record
+        is_moved = move_base_path(run, record)
         metrics = run.metrics if run.metrics.is_file() else ""  # users delete it
         card = result_card(run, output.out.name, record)
         documents: dict[str, str | Path] = {METRICS: metrics, CARD: card}
-        if conversion is not None:
-            documents[PROVENANCE] = json.dumps(conversion, indent=2) + "\n"
+        if is_moved:
+            documents[PROVENANCE] = json.dumps(record["conversion"], indent=2) + "\n"
 
         TrainedCheckpoint(source, tensor_of).write(output, UPTRAINING, record, documents)
 

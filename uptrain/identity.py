@@ -23,7 +23,7 @@ _HASHED = {"model", "revision", "teacher", "data", "heldout"}  # options that na
 def describe_run(
     options: TrainOptions,
     checkpoint: Checkpoint,
-    base: Checkpoint | None,
+    teacher: Checkpoint | None,
     device: str,
     argv: Sequence[str],
 ) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe_run(
     """
     shared = {flag(name): value for name, value in options.binding().items() if name not in _HASHED}
     return {
-        "identity": shared | _content_hashes(options, checkpoint, base, device),
+        "identity": shared | _content_hashes(options, checkpoint, teacher, device),
         "overwrite": options.overwrite,
         "argv": [*argv],
         "directory": os.getcwd(),
@@ -43,12 +43,12 @@ def describe_run(
 
 
 def _content_hashes(
-    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, device: str
+    options: TrainOptions, checkpoint: Checkpoint, teacher: Checkpoint | None, device: str
 ) -> dict[str, str]:
     """`content of MODEL`, `content of --data` and so on: short hashes of what options name."""
     content = {"MODEL": checkpoint_digest(checkpoint)}
-    if base:
-        content["--teacher"] = checkpoint_digest(base)
+    if teacher:
+        content["--teacher"] = checkpoint_digest(teacher)
     if options.heldout:
         content["--heldout"] = " ".join(source.identify() for source in heldout_sources(options))
 

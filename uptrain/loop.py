@@ -64,13 +64,14 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     steps = setup.dataloader.steps
     set_seed(setup.options.seed, device_specific=True)  # for custom code that draws at random
     optimizer = make_optimizer(setup.training_model, setup.options)
-    model, optimizer = prepare_model(accelerator, setup.training_model, optimizer)
-    _try_a_few_tokens(setup, model, watcher)
+    # wrapped(**batch) -> loss, and the sums (3,) of `TrainingModel`
+    wrapped, optimizer = prepare_model(accelerator, setup.training_model, optimizer)
+    _try_a_few_tokens(setup, wrapped, watcher)
 
-    progress, best = _begin_or_continue(setup, model, optimizer)
+    progress, best = _begin_or_continue(setup, wrapped, optimizer)
     log = Log(setup, progress.step, watcher)
-    saver = Saver(setup, model, optimizer, watcher)
-    model.train()
+    saver = Saver(setup, wrapped, optimizer, watcher)
+    wrapped.train()
 
     with _signals() as signals:
         batches = BatchReader(setup, progress.step)
@@ -85,14 +86,14 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
             rate = _learning_rate(setup, progress)
 
             sums, norm = train_step(
-                accelerator, model, optimizer, batches.micro_batches, rate, setup.options.clip
+                accelerator, wrapped, optimizer, batches.micro_batches, rate, setup.options.clip
             )
             numbers = _add_step(progress, sums, norm, rate, setup)
             seconds = reading_seconds + time.perf_counter() - start
 
             if _evaluates_after(setup, progress.step):
-                numbers |= evaluate(setup, model, progress, best)
-                if go_back(setup, model, progress, best):
+                numbers |= evaluate(setup, wrapped, progress, best)
+                if go_back(setup, wrapped, progress, best):
                     forget_moments(optimizer)
                     log.went_back(progress)
             log.step(progress, numbers, seconds)
@@ -116,13 +117,13 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
                 raise StoppedError(number, progress.step, saved)
             if failed:
                 raise _unreadable(batches.error, progress.step, saved) from batches.error
-    return progress, best_weights(setup, model, progress, best)
+    return progress, best_weights(setup, wrapped, progress, best)
 
 
 # ---------------------------------------------------------------------------- before the first step
 
 
-def _try_a_few_tokens(setup: Setup, model: Any, watcher: Watcher) -> None:
+def _try_a_few_tokens(setup: Setup, wrapped: Any, watcher: Watcher) -> None:
     """Raise RefusedError if the model's class cannot compute a loss on text at all; warn, on the
     main process, if the model draws at random.
     """
@@ -130,7 +131,7 @@ def _try_a_few_tokens(setup: Setup, model: Any, watcher: Watcher) -> None:
     if setup.options.compile:
         return
     try:
-        is_random = draws_at_random(setup, model)
+        is_random = draws_at_random(setup, wrapped)
     except Exception as error:  # whatever a class raises that does not run on text alone
         if out_of_memory(error) or mixes_dtypes(setup.accelerator, error):
             raise
@@ -148,7 +149,7 @@ def _try_a_few_tokens(setup: Setup, model: Any, watcher: Watcher) -> None:
 
 
 @torch.no_grad()
-def draws_at_random(setup: Setup, model: Any) -> bool:
+def draws_at_random(setup: Setup, wrapped: Any) -> bool:
     """Whether two passes over the same few tokens in training mode differ.
 
     All processes must call it.
@@ -160,11 +161,11 @@ def draws_at_random(setup: Setup, model: Any) -> bool:
         batch |= {"attention_mask": torch.ones_like(ids), "labels": ids}
 
     def nats_of_a_pass() -> float:
-        _, sums = model(**batch)
+        _, sums = wrapped(**batch)
         _predictions, nats, _distillation = sums.tolist()
         return float(nats)
 
-    model.train()
+    wrapped.train()
     first = nats_of_a_pass()
     second = nats_of_a_pass()
     # Not exactly: kernels of GPUs may add the same numbers in another order.
@@ -181,7 +182,7 @@ def mixes_dtypes(accelerator: Accelerator, error: Exception) -> bool:
 
 
 def _begin_or_continue(
-    setup: Setup, model: Any, optimizer: Any
+    setup: Setup, wrapped: Any, optimizer: Any
 ) -> tuple[TrainingProgress, Weights]:
     """The progress and the best weights so far, from the state of a run that continues.
 
@@ -190,13 +191,13 @@ def _begin_or_continue(
     progress = TrainingProgress()
     best: Weights = {}
     if setup.start:
-        progress, best = _restore(setup, model, optimizer)
+        progress, best = _restore(setup, wrapped, optimizer)
     if progress.step == 0 and setup.dataloader.heldout_blocks:
-        evaluate(setup, model, progress, best)
+        evaluate(setup, wrapped, progress, best)
     return progress, best
 
 
-def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
+def _restore(setup: Setup, wrapped: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
     """Load the model's weights and the optimizer from the state to continue from; return the
     progress and the best weights in that state.
     """
@@ -206,8 +207,8 @@ def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress
     best: Weights = {}
     if setup.dataloader.heldout_blocks:
         # `load` reads the saved weights into these, which have their names and shapes
-        best = copy_trained(setup, model)
-    load(setup.start, setup.accelerator, model, optimizer, best)
+        best = copy_trained(setup, wrapped)
+    load(setup.start, setup.accelerator, wrapped, optimizer, best)
 
     blocks = setup.dataloader.blocks
     if isinstance(blocks, StreamedBlocks):
@@ -229,7 +230,7 @@ def _learning_rate(setup: Setup, progress: TrainingProgress) -> float:
 
 def train_step(
     accelerator: Accelerator,
-    model: Any,
+    wrapped: Any,
     optimizer: Any,
     micro_batches: list[Batch],
     rate: float,
@@ -259,13 +260,13 @@ def train_step(
 
     sums = zero_sums(3, device)
     for batch in batches:
-        with accelerator.accumulate(model):
-            loss, numbers = model(**batch)
+        with accelerator.accumulate(wrapped):
+            loss, numbers = wrapped(**batch)
             sums += numbers
             accelerator.backward(loss * scale)
     sums = accelerator.reduce(sums, "sum")
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     norm = accelerator.clip_grad_norm_(trained, clip)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -304,11 +305,11 @@ def _add_step(
     numbers = {
         "tokens": progress.tokens,
         "step_tokens": step_tokens,
-        "loss": nats,
+        "loss": nats,  # the cross-entropy, also if another loss is minimized
         "learning_rate": rate,
         "gradient_norm": norm,
     }
-    if divergence:
+    if setup.options.distills:
         numbers["distillation"] = divergence
     return numbers
 

@@ -30,7 +30,7 @@ from gqa.models.names import follow_prefix, parameter_names, shared_names, sourc
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
 from gqa.uptrain.weights import LORA_ALPHA, is_of_mamba, shard_teacher
 
-TOKENS = 512_000  # to train on by default
+DEFAULT_TOKENS = 512_000  # to train on by default
 _FLOAT32 = 4  # bytes
 _LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 
@@ -65,7 +65,7 @@ def settle(
     data = options.data or ("self",)
     is_sampled = is_self(data[0])
     data_has_length = is_sampled and parse_self(data[0])[0]
-    tokens = options.tokens if options.lengths or data_has_length else TOKENS
+    tokens = options.tokens if options.lengths or data_has_length else DEFAULT_TOKENS
 
     repeats = options.repeats
     if repeats is None and not is_sampled:
@@ -159,13 +159,13 @@ def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | 
     return None
 
 
-def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:
-    """Whether a teacher is the base model of a checkpoint: by its place, or by its name where that
+def is_base_model(candidate: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:
+    """Whether a model is the base model of a checkpoint: by its place, or by its name where that
     place is empty.
     """
     if local := find_local_base(checkpoint, source):
-        return Path(local) == teacher.directory.resolve()
-    return bool(source.get("model") == (teacher.hub_id or teacher.name))
+        return Path(local) == candidate.directory.resolve()
+    return bool(source.get("model") == (candidate.hub_id or candidate.name))
 
 
 def distills_from_base(checkpoint: Checkpoint, teacher: Checkpoint | None) -> bool:
@@ -182,7 +182,7 @@ def _at_commit(teacher: Checkpoint) -> str:
 
 
 def loading_device(
-    checkpoint: Checkpoint, base: Checkpoint | None, accelerator: Accelerator
+    checkpoint: Checkpoint, teacher: Checkpoint | None, accelerator: Accelerator
 ) -> str:
     """Where model and teacher are loaded before their frozen weights are rounded: on the device of
     the run if both fit there as they are loaded, else on the host.
@@ -190,8 +190,8 @@ def loading_device(
     device = accelerator.device
     free = free_memory(device)
     loaded = _FLOAT32 * sum(spec.numel for spec in checkpoint.tensors.values())
-    if base is not None:
-        loaded += base.nbytes
+    if teacher is not None:
+        loaded += teacher.nbytes
     if free is None or loaded < WEIGHTS_SHARE * free:
         return str(device)
     return "cpu"
@@ -206,12 +206,6 @@ def build_model(
     """
     model = _load(checkpoint, options, accelerator, "float32", device)
     follow_prefix(model, checkpoint.tensors)
-    if options.target_field and not model.config.is_encoder_decoder:
-        raise RefusedError(
-            f"--target-field works only with encoder-decoders, but {checkpoint.name} is not one; "
-            "remove --target-field"
-        )
-
     set_seed(options.seed)  # initializes adapters
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
 
@@ -230,9 +224,9 @@ def build_model(
 
 
 def build_teacher(
-    options: TrainOptions, base: Checkpoint, accelerator: Accelerator, device: str
+    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
-    """The model of `base` on a device, without gradients.
+    """The teacher, the model of `checkpoint`, on a device, without gradients.
 
     It has its stored dtype, except on a CPU that emulates 16 bits, where float32 is faster: the
     example model trains on 1,300 instead of 600 tokens a second.
@@ -240,10 +234,10 @@ def build_teacher(
     dtype = "auto"
     if emulates(torch.bfloat16, str(accelerator.device)):
         dtype = "float32"
-    teacher = _load(base, options, accelerator, dtype, device)
+    teacher = _load(checkpoint, options, accelerator, dtype, device)
     teacher.requires_grad_(False)
     if accelerator.is_fsdp2:
-        shard_teacher(teacher, base, accelerator)
+        shard_teacher(teacher, checkpoint, accelerator)
     return teacher
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
-from gqa.core.errors import RefusedError, alternatives
+from gqa.core.errors import RefusedError
 from gqa.core.options import (
     COUNT,
     FROM_ZERO,
@@ -127,12 +128,12 @@ class TrainOptions(Options):
         group=MAIN,
     )
 
-    field: str = same_as(ConvertOptions, "field", methods="", group="Training text")
+    text_column: str = same_as(ConvertOptions, "text_column", methods="", group="Training text")
     separator: str | None = same_as(ConvertOptions, "separator", methods="", group="Training text")
-    target_field: str | None = option(
+    target_column: str | None = option(
         None,
-        "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask "
-        "spans of plain text]",
+        "Encoder-decoders: the column of targets; --text-column names that of sources.  [default: "
+        "mask spans of plain text]",
         metavar="NAME",
         group="Training text",
     )
@@ -313,7 +314,7 @@ class TrainOptions(Options):
             if applies:
                 raise RefusedError(message)
         texts = [*self.data, *filter(None, [self.heldout])]
-        check_text_options(texts, self.field, self.separator)
+        check_text_options(texts, self.text_column, self.separator)
 
     def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
         """Whether a conflict applies, and what to do."""
@@ -401,9 +402,10 @@ class TrainOptions(Options):
             f"--batch-size {batch_size} is not a multiple of the {ranks} processes; pass one that "
             "is",
         )
-        divisors = [number for number in range(1, share + 1) if share % number == 0]
-        yield (
-            share % (self.micro_batch or share) > 0,
-            f"--micro-batch {self.micro_batch} does not divide the {share} blocks that each "
-            f"process has in a step; pass {alternatives(map(str, divisors))}",
-        )
+        if self.micro_batch and share:
+            fitting = math.gcd(share, self.micro_batch)
+            yield (
+                fitting != self.micro_batch,
+                f"--micro-batch {self.micro_batch} does not divide the {share} blocks that each "
+                f"process has in a step; pass a divisor, like {fitting}",
+            )

@@ -54,12 +54,12 @@ class PairDataBuilder:
                 f"--assistant-only-loss works only with decoders, but {self.encoder.name} is an "
                 "encoder-decoder; remove --assistant-only-loss"
             )
-        if options.target_field and (options.streaming or is_generated):
+        if options.target_column and (options.streaming or is_generated):
             raise RefusedError(
-                "--target-field is a column of stored data; remove --streaming and --data self"
+                "--target-column is a column of stored data; remove --streaming and --data self"
             )
 
-        if options.target_field:
+        if options.target_column:
             return self._table(options.context or self.text.longest)
         if is_generated:
             return self._generated()
@@ -138,7 +138,9 @@ class PairDataBuilder:
         )
         if trained > available:
             summary += f", read {trained / available:.2f} times, each time in another order"
-        n_cut = int((tokens > size).any(0).sum())
+        # With special tokens, as the blocks have them
+        framed = tokens + np.array(self.encoder.frame_lengths)[:, None]
+        n_cut = int((framed > size).any(0).sum())
         if n_cut:
             summary += f"; {n_cut:,} are cut to {size} a side"
 
@@ -149,7 +151,7 @@ class PairDataBuilder:
             table.fingerprint,
             summary,
             [heldout_pairs[number] for number in range(n_heldout)],
-            pair_tokens=np.minimum(tokens, size).sum(0)[order],
+            pair_tokens=np.minimum(framed, size).sum(0)[order],
             overlap=overlap,
         )
 

@@ -29,7 +29,7 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     source = setup.checkpoint
     options = setup.options
     data = setup.dataloader
-    argv = setup.run["argv"]
+    argv = setup.description["argv"]
 
     recorded_options = request(options_used(setup), argv)["options"]
     teacher = setup.teacher_checkpoint
@@ -114,7 +114,7 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
 
 def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     """The record of trained weights for this run, whose result may go elsewhere."""
-    command = request(run.options, run.run["argv"])
+    command = request(run.options, run.description["argv"])
     of_this_run = {name: command["options"][name] for name in ("output", "overwrite")}
     return {
         **record,
@@ -125,14 +125,16 @@ def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def conversion_record(run: Run, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of the conversion, with the path of the base model from the result's place, also
-    in `record`; None if it has none: users edit such files.
+def move_base_path(run: Run, record: dict[str, Any]) -> bool:
+    """Let the record name the path of the base model from the result's place.
+
+    Returns whether it has such a path (users edit these files). If not, the conversion's record is
+    copied as it is.
     """
     conversion = record["conversion"]
     base = conversion.get("source") if isinstance(conversion, dict) else None
     if not isinstance(base, dict) or not base.get("path"):
-        return None
+        return False
     path = path_of_record(base["path"])
     base["path"] = relative_path(run.checkpoint.directory / path, run.out) if path else None
-    return dict(conversion)
+    return True

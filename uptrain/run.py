@@ -24,9 +24,9 @@ from gqa.uptrain.export import (
     write_result,
 )
 from gqa.uptrain.loop import mixes_dtypes, train
-from gqa.uptrain.record import adapted_record, conversion_record, record_of
+from gqa.uptrain.record import adapted_record, move_base_path, record_of
 from gqa.uptrain.setup import Run, Setup
-from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.state_files import TrainingProgress, state_record
 from gqa.uptrain.weights import exported_weights, gather, trained_bytes, trained_tensors
 
 
@@ -57,7 +57,7 @@ def _look_again(run: Run) -> Run:
     run of the same command may have saved one, or ended, since it was prepared. Raises
     RefusedError.
     """
-    start = from_main(lambda: run.states.start(run.run))
+    start = from_main(lambda: run.states.start(run.description))
     on_main(run.open_output)  # checks it: the other run may have written it
     if start is None and run.start is not None:
         raise RefusedError(
@@ -101,7 +101,7 @@ def _check_result(setup: Setup) -> None:
         record = record_of(setup, TrainingProgress())
         json.dumps(record)
         result_card(setup, setup.out.name, record)
-        conversion_record(setup, record)
+        move_base_path(setup, record)
     except OSError:
         raise
     except Exception as error:  # of a library that writes cards, or ours
@@ -154,19 +154,14 @@ def _save_and_write(
     states = setup.states
     trained = result_tensors(setup.model, whole, source)
     changed = changed_tensors(source, trained, trained_tensors(setup.model)) if whole else []
-    state_record = {
-        **vars(progress),
-        **setup.run,
-        "batch_size": setup.options.batch_size,
-        "stream": [],
-        "unreadable_text": False,
-        "result": record,
-    }
+    batch_size = setup.options.batch_size
+    assert batch_size is not None
+    of_run = state_record(progress, setup.description, batch_size)
 
     try:
         state = states.save_trained(
             partial(save_changed_tensors, tensor_of=trained, changed=changed),
-            state_record,
+            {**of_run, "result": record},
             size=sum(spec.nbytes for spec in changed),
             result_size=source.nbytes,
         )

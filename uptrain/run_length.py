@@ -11,6 +11,7 @@ import numpy as np
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import MIX, is_plain
+from gqa.corpus.specs import is_self
 from gqa.corpus.tokens import check_ids
 from gqa.models.loading import positions
 from gqa.models.training_memory import MAX_BLOCK
@@ -135,11 +136,21 @@ def with_repeating_blocks(text_blocks: int) -> int:
     return int(np.searchsorted(np.cumsum(is_plain(numbers)), text_blocks, "right"))
 
 
+def check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int) -> None:
+    """Raise RefusedError if so many blocks are more than `--data self:TOKENS` states."""
+    tokens = n_blocks * options.block
+    if is_self(options.data[0]) and tokens > data_tokens:
+        raise RefusedError(
+            f"training takes {tokens:,} tokens, more than --data {options.data[0]}; raise that "
+            "number"
+        )
+
+
 def count_steps(n_blocks: int, options: TrainOptions) -> int:
     """Whole batches in so many blocks. Raises RefusedError if there is none."""
     steps = n_blocks // options.blocks_per_step
     if not steps:
-        unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
+        unit = "pairs" if options.target_column else f"blocks of {options.block} tokens"
         raise RefusedError(
             f"the data has only {n_blocks} {unit}, less than one batch of {options.batch_size}; "
             "pass more data, or a smaller --batch-size"

@@ -13,7 +13,7 @@ from gqa.core.errors import OutputError
 from gqa.corpus.streamed import Bookmark, positions_of
 from gqa.uptrain.evaluation import Weights
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.state_files import TrainingProgress, state_record
 
 STATE_SECONDS = 600  # between two states, at least
 STATE_SHARE = 50  # times as long as saving one takes is between two, at least
@@ -22,9 +22,9 @@ STATE_SHARE = 50  # times as long as saving one takes is between two, at least
 class Saver:
     """Saves states: every `save_every` steps, by default by time; and when the run stops."""
 
-    def __init__(self, setup: Setup, model: Any, optimizer: Any, watcher: Watcher) -> None:
+    def __init__(self, setup: Setup, wrapped: Any, optimizer: Any, watcher: Watcher) -> None:
         self._setup = setup
-        self._model = model
+        self._wrapped = wrapped
         self._optimizer = optimizer
         self._watcher = watcher
         self._saved_at = time.monotonic()
@@ -68,16 +68,18 @@ class Saver:
         setup = self._setup
         start = time.monotonic()
         stream = gather_object(positions_of(bookmark)) if bookmark else []
-        record = {
-            **vars(progress),
-            **setup.run,
-            "batch_size": setup.options.batch_size,
-            "stream": stream,
-            "unreadable_text": unreadable_text,
-        }
+        batch_size = setup.options.batch_size
+        assert batch_size is not None
+        record = state_record(
+            progress,
+            setup.description,
+            batch_size,
+            stream=stream,
+            unreadable_text=unreadable_text,
+        )
         keep = 2 if setup.options.save_every else 1
         try:
-            setup.states.save(setup.accelerator, self._model, self._optimizer, best, record, keep)
+            setup.states.save(setup.accelerator, self._wrapped, self._optimizer, best, record, keep)
         except OutputError as error:
             if stops:
                 raise

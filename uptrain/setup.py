@@ -41,7 +41,7 @@ from gqa.uptrain.models import (
     settle,
 )
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.state import METRICS_LOG, States, find_states
+from gqa.uptrain.state import METRICS_LOG, States, find_states, states_directory
 from gqa.uptrain.state_files import State
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
@@ -78,7 +78,7 @@ class Run:
         teacher_checkpoint: The teacher, if there is one.
         config: transformers' config of the model.
         states: What unfinished work is stored in.
-        run: What makes it this run, by `describe_run`.
+        description: What makes it this run, by `describe_run`.
         start: The state from which it continues.
     """
 
@@ -90,7 +90,7 @@ class Run:
     teacher_checkpoint: Checkpoint | None
     config: Any
     states: States
-    run: dict[str, Any]
+    description: dict[str, Any]
     start: State | None
 
     @property
@@ -165,9 +165,14 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
     check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
-    options, base, teacher_text = settle(options, checkpoint)
+    if options.target_column and not config.is_encoder_decoder:
+        raise RefusedError(
+            f"--target-column works only with encoder-decoders, but {checkpoint.name} is not one; "
+            "remove --target-column"
+        )
+    options, teacher, teacher_text = settle(options, checkpoint)
     options.check(processes)
-    return Resolved(options, teacher_text, checkpoint, base, config)
+    return Resolved(options, teacher_text, checkpoint, teacher, config)
 
 
 def open_run(
@@ -183,7 +188,7 @@ def open_run(
     resolved = resolve_options(options, ranks().num_processes, watcher)
     options = resolved.options
     checkpoint = resolved.checkpoint
-    base = resolved.teacher_checkpoint
+    teacher = resolved.teacher_checkpoint
     output = options.output
     assert output is not None
 
@@ -193,20 +198,22 @@ def open_run(
 
     accelerator = make_accelerator(options)
     options = replace(options, precision=precision_name(options))
-    run = describe_run(options, checkpoint, base, str(accelerator.device), argv)
-    directory = out.with_name(f"{out.name}-state")
-    states = find_states(directory, run) if found_elsewhere else States(directory)
-    start = from_main(lambda: states.start(run))
+    description = describe_run(options, checkpoint, teacher, str(accelerator.device), argv)
+    if found_elsewhere:
+        states = find_states(out, description)
+    else:
+        states = States(states_directory(out), out)
+    start = from_main(lambda: states.start(description))
     return Run(
         options=options,
         out=out,
         teacher_text=resolved.teacher_text,
         accelerator=accelerator,
         checkpoint=checkpoint,
-        teacher_checkpoint=base,
+        teacher_checkpoint=teacher,
         config=resolved.config,
         states=states,
-        run=run,
+        description=description,
         start=start,
     )
 
@@ -215,7 +222,7 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
     options = run.options
     checkpoint = run.checkpoint
-    base = run.teacher_checkpoint
+    teacher_checkpoint = run.teacher_checkpoint
     accelerator = run.accelerator
     processes = ranks().num_processes
     if run.start:  # the default batch may depend on the number of processes
@@ -225,13 +232,15 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     # FSDP2 rounds the weights of a layer, trained or frozen, when it gathers them
     rounds = accelerator.mixed_precision == "bf16" and not accelerator.is_fsdp2
-    place = loading_device(checkpoint, base, accelerator) if rounds else str(accelerator.device)
+    place = str(accelerator.device)
+    if rounds:
+        place = loading_device(checkpoint, teacher_checkpoint, accelerator)
     model = build_model(options, checkpoint, accelerator, place)
-    teacher = build_teacher(options, base, accelerator, place) if base else None
-    if base and teacher:
-        check_teacher(
-            teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name
-        )
+    teacher = None
+    if teacher_checkpoint:
+        teacher = build_teacher(options, teacher_checkpoint, accelerator, place)
+        teacher_tokenizer = load_tokenizer(teacher_checkpoint, options.trust_remote_code)
+        check_teacher(teacher, teacher_tokenizer, model, tokenizer, teacher_checkpoint.name)
     training = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:
         shard_model(training, checkpoint, accelerator)
@@ -245,7 +254,9 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     # A teacher that generates text has the device to itself: the models wait on the host
     if is_self(options.data[0]) and accelerator.is_main_process and not accelerator.is_fsdp2:
         _move(loaded, "cpu")
-    dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
+    dataloader = build_data(
+        options, checkpoint, teacher_checkpoint, model.config, tokenizer, device, watcher
+    )
     if not accelerator.is_fsdp2:
         _move(loaded, device)
     options = dataloader.options

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gqa.checkpoint.output_directory import existing_parent
 from gqa.core import shelves
 from gqa.core.devices import from_main, on_main
 from gqa.core.errors import OutputError, RefusedError, explain
@@ -60,16 +61,18 @@ class States:
 
     Attributes:
         directory: Next to its output, or to that of the run that it continues.
-        run: The fingerprint of its identity, by which runs with another output find them; none are
-            found without.
+        output: Its output, which may be elsewhere.
+        fingerprint: Of its identity, by which runs with another output find them; none are found
+            without.
     """
 
     directory: Path
-    run: str = ""
+    output: Path
+    fingerprint: str = ""
 
     @cached_property
     def _run_directory(self) -> RunDirectory:
-        return RunDirectory(self.directory, "training states", self.run, _OURS)
+        return RunDirectory(self.directory, "training states", self.fingerprint, _OURS)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -108,7 +111,7 @@ class States:
 
     def _entries(self) -> list[Path]:
         """Entries on shelves that point to `directory`."""
-        entries = shelves.entries(self.run)
+        entries = shelves.entries(self.fingerprint)
         return [entry for entry in entries if shelves.directory_of(entry) == self.directory]
 
     def complete(self) -> list[Path]:
@@ -135,34 +138,40 @@ class States:
             path = next(reversed(self.complete()), None)
         return None if path is None else State.read(path)
 
-    def start(self, run: dict[str, Any]) -> State | None:
-        """The state from which a run continues, the newest; None if it begins anew: if there is no
-        state, and with --overwrite if the states are of another run, damaged, or of the same run
-        without --overwrite, unless that has trained its weights already.
+    def start(self, description: dict[str, Any]) -> State | None:
+        """The newest state, from which a run continues; None if it begins anew.
 
-        Raises RefusedError, which names the differences and the command that continues, if they are
-        of another run.
+        Without --overwrite:
+            No state: None.
+            A state of the same run: that state.
+            Of another run, or damaged: RefusedError, which says what differs and how to continue.
+
+        With --overwrite:
+            Of another run, or damaged: None.
+            Of the same run, saved with --overwrite: that state, so that a repeated command
+            continues.
+            Of the same run, saved without: None, unless its weights are trained.
         """
         try:
             state = self.latest()
         except RefusedError:
-            if run["overwrite"]:
+            if description["overwrite"]:
                 return None
             raise
         if state is None:
             return None
 
         before = state.record
-        changed = _changes(run, state)
+        changed = _changes(description, state)
         # The failed run may have advised --overwrite, for what is at OUT: its trained weights are
         # what is written.
         begins_anew = not before["overwrite"] and not state.is_trained
-        if run["overwrite"] and (changed or begins_anew):
+        if description["overwrite"] and (changed or begins_anew):
             return None
 
         if changed:
             command = "the same options"
-            if before["argv"] and run["argv"]:
+            if before["argv"] and description["argv"]:
                 command = command_of(before)
             refuse_another(
                 self.directory,
@@ -220,7 +229,6 @@ class States:
                 work.mkdir(parents=True, exist_ok=True)
                 write(work / WEIGHTS)
                 write_record(work, record)
-                self._remove_trained()  # of a run that was started over
                 path = publish(work)
             except OSError as error:
                 shutil.rmtree(work, ignore_errors=True)
@@ -234,7 +242,7 @@ class States:
         """Where `trained` may be written, the best first: with room for it, and on the disk of the
         output also for the result.
         """
-        output_disk = self.directory.stat().st_dev
+        output_disk = existing_parent(self.output).stat().st_dev
 
         def has_room(place: Path) -> bool:
             result = result_size if place.stat().st_dev == output_disk else 0
@@ -251,13 +259,16 @@ class States:
         """Raise OutputError unless the result fits at the output, and the trained weights there too
         or on a shelf. On the main process, while the directory is locked.
         """
-        output_disk = self.directory.stat().st_dev
+        place_of_output = existing_parent(self.output)
+        output_disk = place_of_output.stat().st_dev
         places = self._directory_and_entry()
 
         # One place on each disk
         disks = dict[int, Path]()
-        for place in places:
+        for place in (*places, place_of_output):
             disks.setdefault(place.stat().st_dev, place)
+        # The trained weights lie in the directory or on a shelf, not at the output itself.
+        disks_of_weights = {place.stat().st_dev for place in places}
         free = {disk: shutil.disk_usage(place).free for disk, place in disks.items()}
 
         for entry in places[1:]:
@@ -266,7 +277,8 @@ class States:
 
         left = dict(free)  # once the result is written
         left[output_disk] -= result_size
-        if free[output_disk] >= result_size and max(left.values()) >= size:
+        most_left = max(left[disk] for disk in disks_of_weights)
+        if left[output_disk] >= 0 and most_left >= size:
             return
         room = ", ".join(f"{free[disk]:,} are free at {place}" for disk, place in disks.items())
         raise OutputError(
@@ -279,7 +291,7 @@ class States:
         """Make the entry of this run on a shelf; None if there can be none: then other outputs do
         not find it.
         """
-        return shelves.register(self.run, self.directory)
+        return shelves.register(self.fingerprint, self.directory)
 
     def remains(self) -> str:
         """What is left of a run that stops, in words, and how to go on."""
@@ -291,7 +303,7 @@ class States:
             return "no state was saved before; free some space, and repeat the command"
 
         if state.is_trained:
-            anywhere = ", also with another -o," if self.run else ""
+            anywhere = ", also with another -o," if self.fingerprint else ""
             return (
                 f"nothing is lost: the trained weights are in {state.path}; "
                 f"the same command{anywhere} writes the "
@@ -331,15 +343,15 @@ class States:
             shelves.remove_entry(entry)
 
 
-def _changes(run: dict[str, Any], state: State) -> list[str]:
+def _changes(description: dict[str, Any], state: State) -> list[str]:
     """Why a run cannot continue from a state: what differs from the run that saved it."""
     before = state.record
-    changed = differences(run["identity"], before["identity"])
+    changed = differences(description["identity"], before["identity"])
     if before["unreadable_text"]:  # it stopped there: the text may have been repaired since
         changed = [change for change in changed if not change.startswith(f"{CONTENT_OF_DATA}: ")]
 
     batch = before["batch_size"]
-    processes = run["ranks"]
+    processes = description["ranks"]
     if batch % processes and not state.is_trained:
         changed.append(
             f"processes: {before['ranks']} -> {processes}, which cannot share a batch of {batch}"
@@ -347,29 +359,41 @@ def _changes(run: dict[str, Any], state: State) -> list[str]:
     return changed
 
 
-def find_states(directory: Path, run: dict[str, Any]) -> States:
-    """The states of a run: in `directory`, next to its output, or where a run with another output
-    left them.
+def states_directory(output: Path) -> Path:
+    """The directory of the states of a run, next to its output."""
+    return output.with_name(f"{output.name}-state")
+
+
+def find_states(output: Path, description: dict[str, Any]) -> States:
+    """The states of a run: next to its output, or where a run with another output left them.
+
+    An entry on a shelf whose directory is gone, but which has the trained weights, is changed to
+    point to the directory next to this output.
+
+    Args:
+        output: Of the run.
+        description: By `describe_run`.
     """
-    return from_main(lambda: _find_states(directory, run))
+    return from_main(lambda: _find_states(output, description))
 
 
-def _find_states(directory: Path, run: dict[str, Any]) -> States:
-    here = States(directory, fingerprint(run["identity"]))
+def _find_states(output: Path, description: dict[str, Any]) -> States:
+    directory = states_directory(output)
+    here = States(directory, output, fingerprint(description["identity"]))
     if here.complete() or here.trained():
         return here
 
-    for entry in shelves.entries(here.run):
+    for entry in shelves.entries(here.fingerprint):
         elsewhere = shelves.directory_of(entry)
         if elsewhere is None:
             continue
         if not elsewhere.exists() and (entry / TRAINED).is_dir():  # the disk of that output is gone
-            shelves.point_to(entry, here.run, directory)
+            shelves.point_to(entry, here.fingerprint, directory)
             return here
         if not shelves.is_private(elsewhere):
             continue
-        other = States(elsewhere, here.run)
+        other = States(elsewhere, output, here.fingerprint)
         with suppress(RefusedError):  # damaged: it is refused for the output that it belongs to
-            if other.start(run):
+            if other.start(description):
                 return other
     return here

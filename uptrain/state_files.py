@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single p
 class TrainingProgress:
     """The part of a state besides weights and optimizer. Losses are nats per token.
 
+    loss: the cross-entropy of the last step, also with a teacher.
     heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`,
     the step with the lowest loss so far; step 0 is the model before training. rate_cuts: how often
     the run has gone back to the best weights, each time with a lower learning rate.
@@ -78,20 +79,35 @@ class TrainingProgress:
         return cls(**{name: record[name] for name in vars(cls())})
 
 
-# What every record has: the progress, what `describe_run` returns, and how to go on.
-_KEYS = frozenset(
-    {
-        *vars(TrainingProgress()),
-        "identity",
-        "overwrite",
-        "argv",
-        "directory",
-        "ranks",
-        "batch_size",
-        "stream",
-        "unreadable_text",
+def state_record(
+    progress: TrainingProgress,
+    description: dict[str, Any],
+    batch_size: int,
+    *,
+    stream: Sequence[Any] = (),
+    unreadable_text: bool = False,
+) -> dict[str, Any]:
+    """What a state records besides weights and optimizer, JSON-ready.
+
+    Args:
+        progress: How far the run is.
+        description: Of the run, by `describe_run`.
+        batch_size: Blocks of a step.
+        stream: Where each process is in a stream of text.
+        unreadable_text: Whether the run stopped since its text could not be read.
+    """
+    return {
+        **vars(progress),
+        **description,
+        "batch_size": batch_size,
+        "stream": list(stream),
+        "unreadable_text": unreadable_text,
     }
-)
+
+
+# What every record has: the progress, what `describe_run` returns, and how to go on.
+_DESCRIPTION = ("identity", "overwrite", "argv", "directory", "ranks")
+_KEYS = frozenset(state_record(TrainingProgress(), dict.fromkeys(_DESCRIPTION), 0))
 
 
 @dataclass(frozen=True)

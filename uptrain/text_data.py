@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gqa.checkpoint.provenance import file_digests
 from gqa.convert.merge.self_samples import SampledBlocks
-from gqa.core.errors import RefusedError, plural
+from gqa.core.errors import plural
 from gqa.corpus.blocks import SHORTEST, Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.reading_order import count_in_loss, reading_order
@@ -27,6 +27,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
 from gqa.uptrain.run_length import (
     ENDLESS,
+    check_stated_tokens,
     count_blocks,
     count_plain,
     count_steps,
@@ -163,11 +164,7 @@ class TextDataBuilder:
         if not options.lengths:
             with_length = replace(options, tokens=data_tokens)
         n_blocks = count_blocks(with_length, data_tokens)
-        if n_blocks * options.block > data_tokens:
-            raise RefusedError(
-                f"training takes {n_blocks * options.block:,} tokens, more than --data {spec}; "
-                "raise that number"
-            )
+        check_stated_tokens(options, n_blocks, data_tokens)
         steps = count_steps(n_blocks, options)
         count = steps * options.blocks_per_step
 

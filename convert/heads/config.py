@@ -83,8 +83,8 @@ class ModelConfig:
 
     @cached_property
     def main(self) -> LayerHeads:
-        """Heads of the main layer type, to which `--kv-heads` refers: the config's counts without
-        per-layer overrides.
+        """Heads of the main layer type, to which `--kv-heads` refers: of the first layer that has
+        as many KV heads as the config states, else of the first layer.
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
 
@@ -98,7 +98,7 @@ class ModelConfig:
 
     @property
     def average_kv(self) -> float:
-        """KV heads per layer: of the main type, or the average if counts differ by layer."""
+        """KV heads per layer: of the main type; of our types with heads by layer the average."""
         differ_by_layer = listed_as(self.text.model_type) != self.text.model_type
         if not differ_by_layer:
             return self.main.kv

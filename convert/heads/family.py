@@ -209,7 +209,8 @@ class Fused(Layout):
 
 @dataclass(frozen=True)
 class Conv1D(Layout):
-    """The weight of transformers' Conv1D, stored (in, out); a bias is unchanged.
+    """The weight of transformers' Conv1D, stored (in, out). A bias has one axis, so nothing is
+    swapped.
 
     Attributes:
         layout: The layout of the tensor with its axes swapped.
@@ -240,8 +241,9 @@ class Rule:
     Attributes:
         tensor: Its name, without `.weight` or `.bias`.
         layout: Where the heads lie in it.
-        projection: Whether it makes keys or values, and not what belongs to their heads (norms,
-            convolutions, gates).
+        projection: Whether it is the weight or bias of a linear layer that makes or reads heads
+            (W_Q, W_K, W_V, W_O), and not something that belongs to heads (norms, convolutions,
+            gates). Only projections are merged by maps.
         when: A config field, and the value for which the rule holds.
     """
 
@@ -342,14 +344,14 @@ class Symmetry:
             it reads the residual stream.
         one_plus: Whether that norm's gain is 1 + the weight.
         embedded: Function from the config of the text part to the factor of the embeddings.
-        keys: Whether keys can be aligned; or the config field that forbids it if set: a norm before
-            the scores.
-        places: Whether heads can be reordered; or the config field that forbids it: a head's index
-            sets its ALiBi slope.
+        aligns_keys: Whether keys can be aligned; or the config field that forbids it if set: a norm
+            before the scores.
+        reorders_heads: Whether heads can be reordered; or the config field that forbids it if set:
+            a head's index sets its ALiBi slope.
         per_query: Further tensors with a part for each query head, which moves with it when heads
             are regrouped.
-        unless: Why none of this holds (values are clipped, or gated by dimension), and for which
-            configs.
+        impossible_if: Why none of this holds (values are clipped, or gated by dimension), and for
+            which configs.
     """
 
     rotates: bool | Callable[[Any, int], bool] = True
@@ -360,10 +362,10 @@ class Symmetry:
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
     embedded: Callable[[Any], float] = embedding_multiplier
-    keys: bool | str = True
-    places: bool | str = True
+    aligns_keys: bool | str = True
+    reorders_heads: bool | str = True
     per_query: tuple[Rule, ...] = ()
-    unless: tuple[str, Callable[[Any], bool]] | None = None
+    impossible_if: tuple[str, Callable[[Any], bool]] | None = None
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -377,17 +379,17 @@ class Symmetry:
             return (output, *self.per_query)
         return (Rule(self.query, Separate("query")), output, *self.per_query)
 
-    def free_keys(self, config: Any) -> bool:
+    def can_align_keys(self, config: Any) -> bool:
         """Whether keys can be aligned in a model with this config."""
-        if isinstance(self.keys, bool):
-            return self.keys
-        return not getattr(config, self.keys, None)
+        if isinstance(self.aligns_keys, bool):
+            return self.aligns_keys
+        return not getattr(config, self.aligns_keys, None)
 
-    def regroups(self, config: Any) -> bool:
+    def can_reorder_heads(self, config: Any) -> bool:
         """Whether heads can be reordered in a model with this config."""
-        if isinstance(self.places, bool):
-            return self.places
-        return not getattr(config, self.places, None)
+        if isinstance(self.reorders_heads, bool):
+            return self.reorders_heads
+        return not getattr(config, self.reorders_heads, None)
 
     def _has_rotary(self, config: Any, layer: int) -> bool:
         if isinstance(self.rotates, bool):
@@ -412,7 +414,7 @@ class Symmetry:
         dims = int(dim * share)
 
         longest = getattr(config, "max_position_embeddings", None)
-        if not longest or not self.free_keys(config):
+        if not longest or not self.can_align_keys(config):
             return Rotary(dims, self.pairing)
         frequencies = tuple(_frequencies(config, layer, dims, length))
         return Rotary(dims, self.pairing, frequencies, longest)
@@ -501,8 +503,8 @@ class Family:
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""
         entry = self.symmetries[listed_as(config.model_type)]
-        if isinstance(entry, Symmetry) and entry.unless:
-            reason, applies = entry.unless
+        if isinstance(entry, Symmetry) and entry.impossible_if:
+            reason, applies = entry.impossible_if
             if applies(config):
                 return reason
         return entry

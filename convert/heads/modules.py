@@ -160,7 +160,10 @@ class AttentionModule:
     @property
     def layer_path(self) -> str:
         """Common prefix of the names of all tensors of its layer."""
-        return f"{self.path.split(f'.{self.layer}.')[0]}.{self.layer}"
+        # Not by `layer`: all layers that predict further tokens have the same one
+        match = re.match(rf"(?:.*\.)?(?:{_LAYERS})\.\d+(?=\.)", self.path)
+        assert match is not None
+        return match[0]
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""

@@ -20,7 +20,7 @@ from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.quality import CHECKED
+from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.convert.methods.table import DEFAULT
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
@@ -30,7 +30,7 @@ from gqa.core.errors import RefusedError
 from gqa.corpus.likelihood import kl_divergence
 
 # Of calibration text at most: layers are fitted to four fifths of them and measured on the rest.
-TOKENS = 20_480
+SAMPLED_TOKENS = 20_480
 
 # By layer: number of KV heads -> KL divergence in nats per token.
 Losses = Sequence[Mapping[int, float]]
@@ -65,13 +65,11 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     return tuple(reversed(heads))
 
 
-def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
-    """Uneven heads by layer: all in the first, the fewest in the others.
+def uneven_heads(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
+    """Heads by layer with which a plan shows whether layers may differ: all in the first, the
+    fewest in the others.
 
-    Planning with them tests whether layers may differ.
-
-    Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV
-    cache's bytes.
+    Raises RefusedError if the fewest heads everywhere exceed `share` of the KV cache's bytes.
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     heads = config.main.kv
@@ -83,9 +81,7 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
         )
 
     fewest_in_others = [min(counts)] * (config.layers - 1)
-    groups = (heads, *fewest_in_others)
-    make_plan(checkpoint, groups, DEFAULT)
-    return groups
+    return (heads, *fewest_in_others)
 
 
 def _counts(config: ModelConfig) -> list[int]:
@@ -106,7 +102,7 @@ def heads_within(
     layers = config.layers
 
     # 1. The text, without the blocks on which the result is compared with the base model.
-    heldout_tokens = CHECKED if options.check else 0
+    heldout_tokens = CHECKED_TOKENS if options.check else 0
     blocks, _ = options.text.split(checkpoint, options.device, watcher, heldout_tokens)
     if len(blocks) < 2:
         raise RefusedError(
@@ -132,9 +128,9 @@ def heads_within(
 
 def _fitted_and_measured(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks that layers are fitted to, and a quarter as many that they are measured on, of
-    together about TOKENS tokens: both are spread evenly over the text.
+    together about SAMPLED_TOKENS tokens: both are spread evenly over the text.
     """
-    count = max(2, TOKENS // blocks.shape[1])
+    count = max(2, SAMPLED_TOKENS // blocks.shape[1])
     count = min(count, len(blocks))
     picks = np.linspace(0, len(blocks) - 1, count).astype(int)
     measured = slice(1, None, 5)
@@ -157,16 +153,16 @@ def losses_alone(
 
     # Its hidden states in the base model, and in each model that is converted in one layer only.
     base = pair.first_stream({"input_ids": measured}, copies=1 + calibrator.layers)
-    pair.base.streams.append(base)
+    pair.base_model.streams.append(base)
     changed_alone: list[Stream] = []  # by layer: hidden states if only that layer is converted
     for layer in range(calibrator.layers):
         # This text goes through the converted layer, and through the base model's from then on.
         alone = base.clone()
         changed_alone.append(alone)
-        pair.converted.streams.append(alone)
+        pair.converted_model.streams.append(alone)
         calibrator.run(layer)
-        pair.converted.streams.remove(alone)
-        pair.base.streams.append(alone)
+        pair.converted_model.streams.remove(alone)
+        pair.base_model.streams.append(alone)
 
         # The next layer is fitted as if it were the first one that changes.
         calibrator.text.converted.hidden.copy_(calibrator.text.base.hidden)
@@ -174,8 +170,8 @@ def losses_alone(
 
     lost = [0.0] * calibrator.layers
     for rows in base.batches():
-        base_log_probs = pair.base.logits(base.hidden[rows]).log_softmax(-1)
+        base_log_probs = pair.base_model.logits(base.hidden[rows]).log_softmax(-1)
         for layer, stream in enumerate(changed_alone):
-            log_probs = pair.base.logits(stream.hidden[rows]).log_softmax(-1)
+            log_probs = pair.base_model.logits(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float(kl_divergence(base_log_probs, log_probs).sum())
     return [nats / measured.numel() for nats in lost]

@@ -57,33 +57,33 @@ class Calibrator:
         Returns an empty list for a layer whose heads stay as they are.
         """
         pair = self.pair
-        base = pair.base.load(index)
+        base_layer = pair.base_model.load(index)
         modules = pair.modules_of(index)
         if not modules:
-            self._advance_same_layer(base)
+            self._advance_same_layer(base_layer)
             return []
 
-        converted = pair.load_converted(index, modules)
-        attentions = [base.attention(module.path) for module in modules]
+        converted_layer = pair.load_converted(index, modules)
+        attentions = [base_layer.attention(module.path) for module in modules]
         weights = position_weights(self.text.converted.hidden, self.text.converted.is_text)
 
         # Observe: the base model's hidden states go through its layer, and what its attention adds
         # to them becomes the target of the converted attention.
-        scale = self._residual_scale(base, attentions)
+        scale = self._residual_scale(base_layer, attentions)
         targets = self._first_targets(len(modules), scale)
-        for rows, outputs in base.advance_and_observe(self.text.base, attentions):
+        for rows, outputs in base_layer.advance_and_observe(self.text.base, attentions):
             for target, output in zip(targets, outputs, strict=True):
                 # The target of the first module has the drift already (`_first_targets`).
                 target[rows] += output.to(target.device)
-        self._advance_other_texts(base)
+        self._advance_other_texts(base_layer)
 
         results = []
         for number, module in enumerate(modules):
             task = FitTask(
                 pair,
                 module,
-                base=attentions[number],
-                converted=converted.attention(module.path),
+                base_attention=attentions[number],
+                converted_attention=converted_layer.attention(module.path),
                 stream=self.text.converted,
                 targets=targets[number],
                 position_weights=weights,
@@ -95,16 +95,16 @@ class Calibrator:
             # what it misses of its targets. The base model's layer gets the converted heads too
             # (repeated), because the later modules observe it.
             tensors = self._converted_tensors(result)
-            converted.set_tensors(tensors)
+            converted_layer.set_tensors(tensors)
             if number + 1 < len(modules):
-                base.set_tensors(pair.repeated_tensors(module, tensors))
+                base_layer.set_tensors(pair.repeated_tensors(module, tensors))
                 if scale is not None:
                     self._hand_on_errors(task, targets[number + 1])
 
         # Advance: the converted model's hidden states go through the layer that it now has.
-        pair.converted.advance(converted)
-        pair.base.release(index)
-        pair.converted.release(index)
+        pair.converted_model.advance(converted_layer)
+        pair.base_model.release(index)
+        pair.converted_model.release(index)
         return results
 
     def _converted_tensors(self, result: FittedModule) -> dict[str, Tensor]:
@@ -131,27 +131,27 @@ class Calibrator:
 
     def _hand_on_errors(self, task: FitTask, next_target: Tensor) -> None:
         """Add what the converted module misses of its targets to the next module's targets."""
-        for capture in task.converted.capture(task.stream, "attention_output"):
+        for capture in task.converted_attention.capture(task.stream, "attention_output"):
             attended = capture.attention_output.to(next_target.device)
             next_target[capture.rows] += task.targets[capture.rows] - attended
 
-    def _residual_scale(self, base: Layer, attentions: list[Attention]) -> float | None:
+    def _residual_scale(self, base_layer: Layer, attentions: list[Attention]) -> float | None:
         config = self.pair.plan.config.text
         multiplier = float(getattr(config, "residual_multiplier", None) or 1.0)
-        return residual_scale(base, attentions, self.text.base, multiplier)
+        return residual_scale(base_layer, attentions, self.text.base, multiplier)
 
     # --------------------------------------------------------------------------------- other
 
-    def _advance_other_texts(self, base: Layer) -> None:
+    def _advance_other_texts(self, base_layer: Layer) -> None:
         """Take the base model's hidden states of all but the calibration text through a layer."""
-        for stream in self.pair.base.streams:
+        for stream in self.pair.base_model.streams:
             if stream is not self.text.base:
-                base.advance(stream)
+                base_layer.advance(stream)
 
-    def _advance_same_layer(self, base: Layer) -> None:
+    def _advance_same_layer(self, base_layer: Layer) -> None:
         """Take the hidden states of both models through a layer that is the same in both."""
-        for runner in (self.pair.base, self.pair.converted):
+        for runner in (self.pair.base_model, self.pair.converted_model):
             for stream in runner.streams:
-                base.advance(stream)
-                check_finite(base.index, stream.hidden)
-        self.pair.base.release(base.index)
+                base_layer.advance(stream)
+                check_finite(base_layer.index, stream.hidden)
+        self.pair.base_model.release(base_layer.index)

@@ -13,7 +13,7 @@ from gqa.convert.merge.finished_layers import FinishedLayers, maps_tensors
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.pair import ModelPair
-from gqa.convert.merge.quality import CHECKED, QualityCheck
+from gqa.convert.merge.quality import CHECKED_TOKENS, QualityCheck
 from gqa.convert.plan import Plan
 from gqa.core.console import Watcher
 from gqa.models.loading import predicts_tokens
@@ -22,50 +22,56 @@ from gqa.models.loading import predicts_tokens
 def calibrate_model(
     plan: Plan,
     fit: Callable[[FitTask], FittedModule],
-    layers: FinishedLayers,
+    finished: FinishedLayers,
     options: MapsOptions,
     watcher: Watcher,
 ) -> Mapping[str, Any] | None:
-    """Calibrate the layers that are not finished, and add them to `layers`.
+    """Calibrate the layers that are not finished, and add them to `finished`.
 
     Args:
+        plan: The plan of the conversion.
         fit: How one attention module is fitted.
+        finished: The finished layers, after which this run continues.
+        options: Of the method.
+        watcher: Of the progress.
 
     Returns:
         The quality of both models on held-out text; None if it is not measured.
     """
-    heldout_tokens = CHECKED if layers.holds_out else 0
+    heldout_tokens = CHECKED_TOKENS if finished.holds_out else 0
     inputs, heldout = options.text.inputs(plan.checkpoint, options.device, watcher, heldout_tokens)
     calibrator = Calibrator(plan, inputs, options, fit)
     pair = calibrator.pair
 
-    state = layers.state()
+    state = finished.state()
     check = None
-    # A state has the calibration text, and the held-out text if that run checked its result.
-    unchecked_before = layers.count > 0 and len(state) == len(pair.state())
-    if options.check and unchecked_before:
-        watcher.warn(
-            "the quality is not measured, because the run that is continued had --no-check; use "
-            "gqa-eval"
-        )
-    elif options.check and heldout is not None and len(heldout) and _has_head(plan, pair):
-        check = QualityCheck(pair, heldout)
+    if options.check and heldout is not None and _has_head(plan, pair):
+        # The state of a run that checked its result has the held-out text too.
+        lacks_heldout = finished.count > 0 and len(state) == len(pair.state())
+        has_heldout = len(heldout) > 0
+        if lacks_heldout and (has_heldout or not finished.holds_out):
+            watcher.warn(
+                "the quality is not measured, because the run that is continued had --no-check; "
+                "use gqa-eval"
+            )
+        elif has_heldout:
+            check = QualityCheck(pair, heldout)
 
-    if layers.count:
+    if finished.count:
         pair.restore(state)
         watcher.note(
-            f"continues   after layer {layers.count} of {calibrator.layers}, where a run was "
+            f"continues   after layer {finished.count} of {calibrator.layers}, where a run was "
             "stopped"
         )
 
     assert plan.merge_method is not None
     trains = "training" in plan.merge_method.settings
     stage = "calibrating and refining" if trains else "calibrating"
-    watcher.stage(stage, calibrator.layers, "layer", layers.count)
-    for layer in range(layers.count, calibrator.layers):
+    watcher.stage(stage, calibrator.layers, "layer", finished.count)
+    for layer in range(finished.count, calibrator.layers):
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)
-        layers.add(_tensors(results), pair.state(), error)
+        finished.add(_tensors(results), pair.state(), error)
         note = "" if error is None else f"error {error:.3g}"
         watcher.update(note=note)
     return check.result() if check else None
@@ -75,7 +81,7 @@ def _has_head(plan: Plan, pair: ModelPair) -> bool:
     """Whether the model predicts tokens."""
     if not predicts_tokens(transformers_config(plan.new_config)):
         return False
-    return pair.base.model.get_output_embeddings() is not None
+    return pair.base_model.model.get_output_embeddings() is not None
 
 
 def _tensors(results: list[FittedModule]) -> dict[str, Tensor]:

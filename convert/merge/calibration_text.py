@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gqa.corpus.tokens import Ints
 
 _CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
-COPIED = 13  # tokens in a row that show that text is the same
+COPY_TOKENS = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
 _HELDOUT_SHARE = 8  # of short text one block in so many is held out
 # The same of self-generated text: all that the default holds out is of it.
@@ -54,13 +54,13 @@ class CalibrationText:
         tokens: Tokens of all sources together, except those that state their number.
         length: Tokens of a block; of a pair, the most on each side.
         seed: Of the generated text, and of the choice among documents.
-        field: The column of text in tables.
-        target_field: The column of an encoder-decoder's targets.
+        text_column: The column of text in tables.
+        target_column: The column of an encoder-decoder's targets.
         repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/blocks.py),
             except for `self:plain` and pairs.
         trust_remote_code: Whether code of the checkpoint may run.
-        heldout: A source whose documents are left out.
-        heldout_fraction: The share of the documents, by hash, that is left out.
+        excluded: A source whose documents are left out.
+        excluded_fraction: The share of the documents, by hash, that is left out.
         separator: What separates documents in text files.
     """
 
@@ -68,24 +68,24 @@ class CalibrationText:
     tokens: int = 65_536
     length: int = 256
     seed: int = 0
-    field: str = "text"
-    target_field: str | None = None
+    text_column: str = "text"
+    target_column: str | None = None
     repeats: bool = True
     trust_remote_code: bool = False
-    heldout: str | None = None
-    heldout_fraction: float = 0.0
+    excluded: str | None = None
+    excluded_fraction: float = 0.0
     separator: str | None = None
 
     # ------------------------------------------------------------------------- what a model reads
 
     def inputs(
-        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout_tokens: int = 0
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Read, or have the model write, the text.
 
         Returns:
             The inputs of the model's forward by name, and held-out text (M, length) of at most
-            `heldout` tokens; None for an encoder-decoder.
+            `heldout_tokens`; None for an encoder-decoder.
 
         Raises:
             RefusedError, CorpusError: The text cannot be used.
@@ -99,18 +99,18 @@ class CalibrationText:
             self._warn_of_short_text(len(inputs["input_ids"]), "pairs", watcher)
             return inputs, None
 
-        blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
+        blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout_tokens)
         self._warn_of_short_text(len(blocks) + len(heldout_blocks), "blocks", watcher)
         return {"input_ids": blocks}, heldout_blocks
 
     def split(
-        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
         """The text of a decoder, and held-out text.
 
         Returns:
             Token ids (N, length), from each source its share; and (M, length) other blocks of the
-            same sources, at most `heldout` tokens, without repeats. Of self-generated text they are
+            same sources, at most `heldout_tokens`, without repeats. Of self-generated text they are
             the last blocks, at most a sixth; of other text what is left of it; none of `general`
             beside other text.
 
@@ -120,10 +120,10 @@ class CalibrationText:
         import numpy as np
         import torch
 
-        if self.target_field:
+        if self.target_column:
             raise RefusedError(
-                f"--target-field works only with encoder-decoders, but {checkpoint.name} is not "
-                "one; remove --target-field"
+                f"--target-column works only with encoder-decoders, but {checkpoint.name} is not "
+                "one; remove --target-column"
             )
 
         shares = self._shares_of(checkpoint)
@@ -132,23 +132,24 @@ class CalibrationText:
         parts = []
         heldout_parts = []
         for number, (source, tokens) in enumerate(shares):
-            count = 0
+            heldout_count = 0
             if source in measured:
-                count = heldout * tokens // measured_tokens // self.length
+                heldout_count = heldout_tokens * tokens // measured_tokens // self.length
             if is_self(source):
-                part, rest = self._generated(
-                    checkpoint, device, watcher, source, tokens, count, self._seed(shares, number)
+                seed = self._seed(shares, number)
+                blocks, heldout_blocks = self._generated(
+                    checkpoint, device, watcher, source, tokens, heldout_count, seed
                 )
             else:
-                text = self._parse(source)
-                part, rest = self._read(checkpoint, text, tokens, self.repeats, count)
-                rest = without_copies(rest, part, source, watcher)
-            parts.append(part)
-            heldout_parts.append(rest)
+                text = self._without_excluded(source)
+                blocks, rest = self._read(checkpoint, text, tokens, self.repeats, heldout_count)
+                heldout_blocks = without_copies(rest, blocks, source, watcher)
+            parts.append(blocks)
+            heldout_parts.append(heldout_blocks)
 
-        blocks = torch.from_numpy(np.concatenate(parts))
-        heldout_blocks = torch.from_numpy(np.concatenate(heldout_parts))
-        return blocks, heldout_blocks
+        all_blocks = torch.from_numpy(np.concatenate(parts))
+        all_heldout_blocks = torch.from_numpy(np.concatenate(heldout_parts))
+        return all_blocks, all_heldout_blocks
 
     def _generated(
         self,
@@ -157,14 +158,14 @@ class CalibrationText:
         watcher: Watcher,
         source: str,
         tokens: int,
-        heldout: int,
+        heldout_count: int,
         seed: int,
     ) -> tuple[Ints, Ints]:
         """The blocks that the model writes for a source.
 
         Returns:
-            Token ids (N, length); and (M, length) of the last blocks, at most `heldout`, in which
-            no passages are repeated.
+            Token ids (N, length); and (M, length) of the last blocks, at most `heldout_count`, in
+            which no passages are repeated.
         """
         import numpy as np
 
@@ -183,15 +184,15 @@ class CalibrationText:
             load,
             device,
             checkpoint,
-            self.length,
-            count,
-            seed,
-            is_stated_plain or not self.repeats,
-            watcher,
+            size=self.length,
+            n_blocks=count,
+            seed=seed,
+            plain=is_stated_plain or not self.repeats,
+            watcher=watcher,
             trust_remote_code=self.trust_remote_code,
         )
 
-        used = count - min(heldout, count // _HELDOUT_SHARE_OF_SELF)
+        used = count - min(heldout_count, count // _HELDOUT_SHARE_OF_SELF)
         plain_blocks = replace(blocks, plain=True)
         rows = [blocks[i]["input_ids"] for i in range(used)]
         rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
@@ -199,18 +200,23 @@ class CalibrationText:
         return stacked[:used], stacked[used:]
 
     def _read(
-        self, checkpoint: Checkpoint, text: Source, tokens: int, repeats: bool, heldout: int = 0
+        self,
+        checkpoint: Checkpoint,
+        text: Source,
+        tokens: int,
+        repeats: bool,
+        heldout_count: int = 0,
     ) -> tuple[Ints, Ints]:
-        """The blocks of a source, and at most `heldout` others (`read_blocks`)."""
+        """The blocks of a source, and at most `heldout_count` others (`read_blocks`)."""
         return read_blocks(
             checkpoint,
             text,
-            tokens,
-            self.length,
-            self.seed,
-            repeats,
-            self.trust_remote_code,
-            heldout,
+            tokens=tokens,
+            length=self.length,
+            seed=self.seed,
+            repeats=repeats,
+            trust_remote_code=self.trust_remote_code,
+            heldout_count=heldout_count,
         )
 
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
@@ -219,10 +225,10 @@ class CalibrationText:
         """
         from gqa.convert.merge.text_pairs import PairMaker
 
-        if self.target_field and not self._data_specs():
+        if self.target_column and not self._data_specs():
             raise RefusedError(
-                "--target-field is a column of --data, but self has no columns; pass other data, "
-                "or remove --target-field"
+                "--target-column is a column of --data, but self has no columns; pass other data, "
+                "or remove --target-column"
             )
 
         maker = PairMaker(
@@ -235,10 +241,12 @@ class CalibrationText:
             if is_self(source):
                 watcher.stage(f"{checkpoint.name} writes", 2 * count * self.length)
                 pairs += maker.write(count, self._seed(shares, number))
-            elif self.target_field:
-                pairs += maker.read(self._parse(source), count)
+            elif self.target_column:
+                pairs += maker.read(self._without_excluded(source), count)
             else:
-                blocks, _ = self._read(checkpoint, self._parse(source), tokens, repeats=False)
+                blocks, _ = self._read(
+                    checkpoint, self._without_excluded(source), tokens, repeats=False
+                )
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
@@ -269,12 +277,14 @@ class CalibrationText:
         self._check_chosen_length(checkpoint)
         self.shares(tokens_option)
         data_specs = self._data_specs()
-        specs = (*data_specs, *filter(None, [self.heldout]))
-        check_text_options(specs, self.field, self.separator)
+        specs = (*data_specs, *filter(None, [self.excluded]))
+        check_text_options(specs, self.text_column, self.separator)
         if not data_specs:
             return
 
-        sources = parse_sources(data_specs, field=self.field, target_field=self.target_field)
+        sources = parse_sources(
+            data_specs, text_column=self.text_column, target_column=self.target_column
+        )
         local = [source for source in sources if source.files]
         for source in local:
             next(source.texts())  # raises for a file that has no text
@@ -309,16 +319,16 @@ class CalibrationText:
     # ------------------------------------------------------------------------------------ sources
 
     def identify(self) -> list[str]:
-        """Hashes of the content of each source and of `heldout`; names of self-generated text.
+        """Hashes of the content of each source and of `excluded`; names of self-generated text.
 
         Raises CorpusError.
         """
         identities = []
-        for spec in (*self.sources, *filter(None, [self.heldout])):
+        for spec in (*self.sources, *filter(None, [self.excluded])):
             if is_self(spec):
                 identities.append(spec)
             else:
-                identities.append(self._source(spec).identify())
+                identities.append(self._whole_source(spec).identify())
         return identities
 
     @property
@@ -333,10 +343,10 @@ class CalibrationText:
         others share the rest equally. Raises RefusedError, which names `tokens_option`, and
         CorpusError.
         """
-        general = self._general_tokens()
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
         stated = [_stated_tokens(source) for source in others]
         sharing = stated.count(0)
+        general = self._general_tokens(sharing)
 
         shares = []
         for source, stated_tokens in zip(others, stated, strict=True):
@@ -356,12 +366,19 @@ class CalibrationText:
             shares.append((GENERAL, general))
         return shares
 
-    def _general_tokens(self) -> int:
-        """Tokens of `general` beside other sources; 0 if it is none of them, or has no block."""
+    def _general_tokens(self, sharing: int) -> int:
+        """Tokens of `general` beside `sharing` sources that share the rest.
+
+        0 if it is not among the sources, or if it or one of them would have less than one block.
+        """
         if GENERAL not in self.sources or set(self.sources) == {GENERAL}:
             return 0
+
         tokens = min(self.tokens // _GENERAL_SHARE, _MOST_GENERAL)
-        return tokens if tokens >= self.length else 0
+        rest = self.tokens - tokens
+        if tokens < self.length or rest < sharing * self.length:
+            return 0
+        return tokens
 
     def _shares_of(self, checkpoint: Checkpoint) -> Sequence[tuple[str, int]]:
         """`shares`, by default without `general` if the model cannot read it."""
@@ -379,37 +396,41 @@ class CalibrationText:
             return []
         return [source for source in self.sources if not is_self(source)]
 
-    def _source(self, spec: str) -> Source:
-        """The source of a spec, held-out documents included."""
+    def _whole_source(self, spec: str) -> Source:
+        """The source of a spec, with the documents that are left out."""
         # By default `general` is read by decoders alone, which have no targets
-        target_field = None if self._is_default else self.target_field
+        target_column = None if self._is_default else self.target_column
         return parse_source(
-            spec, field=self.field, target_field=target_field, separator=self.separator
+            spec,
+            text_column=self.text_column,
+            target_column=target_column,
+            separator=self.separator,
         )
 
-    def _parse(self, spec: str) -> Source:
-        """The source of a spec without what is held out: documents, by a hash of their text, and
+    def _without_excluded(self, spec: str) -> Source:
+        """The source of a spec without what is excluded: documents, by a hash of their text, and
         passages of them in other documents.
         """
         from gqa.corpus.passages import Passages
 
-        is_heldout: Callable[[bytes], bool]
-        source = self._source(spec)
-        if self.heldout_fraction:
-            is_heldout = partial(in_lowest_fraction, fraction=self.heldout_fraction)
+        is_excluded: Callable[[bytes], bool]
+        source = self._whole_source(spec)
+        if self.excluded_fraction:
+            is_excluded = partial(in_lowest_fraction, fraction=self.excluded_fraction)
             data_specs = [other for other in self.sources if not is_self(other)]
-            heldout = [self._source(other).part(self.heldout_fraction) for other in data_specs]
-        elif self.heldout:
-            heldout = [self._source(self.heldout)]
-            digests = {row_digest(*row) for row in heldout[0].rows()}
-            is_heldout = digests.__contains__
+            excluded = [self._whole_source(other) for other in data_specs]
+            excluded = [source.part(self.excluded_fraction) for source in excluded]
+        elif self.excluded:
+            excluded = [self._whole_source(self.excluded)]
+            digests = {row_digest(*row) for row in excluded[0].rows()}
+            is_excluded = digests.__contains__
         else:
             return source
 
         # A small source may have no document in the fraction.
-        rows = chain.from_iterable(part.rows_if_any() for part in heldout)
+        rows = chain.from_iterable(part.rows_if_any() for part in excluded)
         passages = Passages.of(map(searched_text, rows))
-        return source.without(is_heldout).excluding(Exclusion(passages))
+        return source.without(is_excluded).excluding(Exclusion(passages))
 
     def _seed(self, shares: Sequence[tuple[str, int]], number: int) -> int:
         """The seed of self-generated text for the share of that number: each text has another."""
@@ -448,12 +469,13 @@ def _stated_tokens(source: str) -> int:
 def read_blocks(
     checkpoint: Checkpoint,
     source: Source,
+    *,
     tokens: int,
     length: int,
     seed: int,
     repeats: bool,
     trust_remote_code: bool = False,
-    heldout: int = 0,
+    heldout_count: int = 0,
 ) -> tuple[Ints, Ints]:
     """Cut text into blocks: pieces of many documents, which are better than a few whole ones.
 
@@ -468,7 +490,7 @@ def read_blocks(
         seed: Of the choice among documents, and of repeated passages.
         repeats: Whether some blocks repeat themselves, in the same shares as in self-generated
             text.
-        heldout: The most blocks that are held out; of short text an eighth.
+        heldout_count: The most blocks that are held out; of short text an eighth.
 
     Returns:
         Token ids (N, length), and (M, length) of the blocks that are held out.
@@ -497,7 +519,7 @@ def read_blocks(
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
 
-    numbers, heldout_numbers = _choose(len(pieces), tokens // length, heldout)
+    numbers, heldout_numbers = _choose(len(pieces), tokens // length, heldout_count)
     blocks: Ints = pieces[numbers]
     heldout_blocks: Ints = pieces[heldout_numbers]
     lacks_start = not encoder.starts_documents and not config.is_encoder_decoder
@@ -550,8 +572,8 @@ def _encode_documents(source: Source, numbers: Ints, encoder: Encoder) -> Ints:
     return np.concatenate([np.array(documents[number].tokens, np.int64) for number in order])
 
 
-def _choose(pieces: int, wanted: int, heldout: int) -> tuple[Ints, Ints]:
-    """Choose `wanted` of the pieces, evenly spaced, and at most `heldout` others of the rest.
+def _choose(pieces: int, wanted: int, heldout_count: int) -> tuple[Ints, Ints]:
+    """Choose `wanted` of the pieces, evenly spaced, and at most `heldout_count` of the rest.
 
     If the rest is less than an eighth of the pieces, up to an eighth is held out all the same, and
     fewer are used.
@@ -563,26 +585,26 @@ def _choose(pieces: int, wanted: int, heldout: int) -> tuple[Ints, Ints]:
 
     used = np.linspace(0, pieces - 1, min(wanted, pieces)).astype(int)
     rest = np.setdiff1d(np.arange(pieces), used)
-    count = min(heldout, max(len(rest), pieces // _HELDOUT_SHARE))
+    count = min(heldout_count, max(len(rest), pieces // _HELDOUT_SHARE))
     if len(rest) < count:
         rest = np.arange(pieces)
     heldout_numbers = rest[np.linspace(0, len(rest) - 1, count).astype(int)]
     return np.setdiff1d(used, heldout_numbers), heldout_numbers
 
 
-def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
+def without_copies(heldout_blocks: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
     """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T).
 
     Text that repeats itself, or is read twice, would make the result look better. Blocks are
-    compared by their windows of COPIED tokens in a row. A warning says how many are left out.
+    compared by their windows of COPY_TOKENS tokens in a row. A warning says how many are left out.
     """
     import numpy as np
 
-    if not len(heldout) or heldout.shape[1] < COPIED:
-        return heldout
+    if not len(heldout_blocks) or heldout_blocks.shape[1] < COPY_TOKENS:
+        return heldout_blocks
 
     # Only the windows of held-out blocks, which are few, are in memory.
-    heldout_windows = [_windows(block) for block in heldout]
+    heldout_windows = [_windows(block) for block in heldout_blocks]
     searched = set(chain.from_iterable(heldout_windows))
     copied = set[bytes]()
     for block in blocks:
@@ -593,15 +615,15 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     is_copy = np.array(copied_windows) >= _COPY_SHARE * len(heldout_windows[0])
     if is_copy.any():
         watcher.warn(
-            f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that are meant to measure "
-            "quality also occur in the calibration text; they are left out"
+            f"{is_copy.sum():,} of {len(heldout_blocks):,} blocks of {name} that are meant to "
+            "measure quality also occur in the calibration text; they are left out"
         )
-    return heldout[~is_copy]
+    return heldout_blocks[~is_copy]
 
 
 def _windows(block: Ints) -> list[bytes]:
-    """All runs of COPIED tokens in a block (T,), as bytes."""
+    """All runs of COPY_TOKENS tokens in a block (T,), as bytes."""
     import numpy as np
 
-    windows = np.lib.stride_tricks.sliding_window_view(block, COPIED)
+    windows = np.lib.stride_tricks.sliding_window_view(block, COPY_TOKENS)
     return [window.tobytes() for window in windows]

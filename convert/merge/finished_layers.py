@@ -36,8 +36,8 @@ _NAMES = {
     "text tokens": "--tokens",
     "text length": "--context",
     "text seed": "--seed",
-    "text field": "--field",
-    "text target_field": "--target-field",
+    "text text_column": "--text-column",
+    "text target_column": "--target-column",
     "text separator": "--separator",
     "text trust_remote_code": "--trust-remote-code",
     "refinement steps": "--refine-steps",
@@ -185,9 +185,12 @@ class FinishedLayers:
         files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
         return StoredMaps(files, self._description, self.errors, quality)
 
-    def remove(self, keep: bool = False) -> None:
-        """Remove the layers; with `keep` only if no run can continue after them."""
-        can_be_continued = self._state.exists()
-        if not (keep and can_be_continued):
-            with suppress(OSError):  # what stays is removed by the next run
-                self._run_directory.remove()
+    def remove(self) -> None:
+        """Remove the layers."""
+        with suppress(OSError):  # what stays is removed by the next run
+            self._run_directory.remove()
+
+    def remove_unless_continuable(self) -> None:
+        """Remove the layers if no run can continue after them: no state is stored."""
+        if not self._state.exists():
+            self.remove()

@@ -15,7 +15,7 @@ from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layer import Attention, Stream, check_finite
 from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge
-from gqa.convert.merge.moments import Moments, head_maps, heads_of, stack_groups
+from gqa.convert.merge.moments import Moments, MomentSums, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
@@ -59,9 +59,9 @@ class FitTask:
     Attributes:
         pair: Both models, and how heads are merged.
         module: The module.
-        base: The module in the base model. Modules before it in the same layer are converted there
-            too, so that it reads what the converted module will read.
-        converted: The module in the converted model.
+        base_attention: The module in the base model. Modules before it in the same layer are
+            converted there too, so that it reads what the converted module will read.
+        converted_attention: The module in the converted model.
         stream: The converted model's hidden states before this layer, which the merged heads will
             read.
         targets: (N, T, D), the attention output that would make the converted model's hidden
@@ -72,15 +72,15 @@ class FitTask:
 
     pair: ModelPair
     module: AttentionModule
-    base: Attention
-    converted: Attention
+    base_attention: Attention
+    converted_attention: Attention
     stream: Stream
     targets: Tensor
     position_weights: Tensor
 
     def apply(self, maps: HeadMaps) -> None:
         """Give the converted module the merged heads of these maps."""
-        self.converted.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
+        self.converted_attention.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
     def sample(self) -> tuple[Tensor, ...]:
         """Batches of the text, evenly spaced, which have at least FITTED_TOKENS tokens together.
@@ -119,7 +119,7 @@ def fit_module(task: FitTask) -> FittedModule:
     assert symmetry is not None
     heads, groups = pair.heads(task.module)
     rotary = rotary_of(task, heads.key_dim)
-    free_keys = symmetry.free_keys(plan.config.text)
+    aligns_keys = symmetry.can_align_keys(plan.config.text)
     search = plan.searches(pair.options.grouping)
 
     stored = heads_of(plan.checkpoint, plan.changes_of(task.module))
@@ -134,13 +134,13 @@ def fit_module(task: FitTask) -> FittedModule:
     # 2. The heads of each group; the search itself is small, and runs on the CPU.
     order = None
     if search:
-        order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
+        order = find_order(moments.cpu(), w_o.double(), groups, rotary, aligns_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
 
     # 3. The shared keys. Those that pass a norm before the scores are averaged.
-    keys = moments.shared_keys(rotary) if free_keys else []
+    keys = moments.shared_keys(rotary) if aligns_keys else []
 
     # 4. The shared values; to attend, only keys are needed, and values are placeholders.
     only_keys = head_maps(heads, groups, keys=keys, values=[], order=order)
@@ -168,11 +168,11 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
     """Moments of the base model's heads on the converted model's hidden states."""
     heads, _ = task.pair.heads(task.module)
     length = task.stream.hidden.shape[1]
-    moments = Moments.zeros(heads, groups, length, float64_device(task.pair.base.device))
-    roots = output_roots(w_o).to(task.pair.base.device)
+    sums = MomentSums(heads, groups, length, float64_device(task.pair.base_model.device))
+    roots = output_roots(w_o).to(task.pair.base_model.device)
 
     for rows in task.sample():
-        capture = task.base.capture_blocks(task.stream, rows, "heads")
+        capture = task.base_attention.capture_blocks(task.stream, rows, "heads")
         q, k, v = capture.heads
         check_finite(task.module.layer, q, k, v)
 
@@ -186,12 +186,12 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
             roots=roots,
             weights=weights,
             bias=capture.options.get("position_bias"),
-            causal=getattr(task.base.module, "is_causal", True),
+            causal=getattr(task.base_attention.module, "is_causal", True),
         )
         # The validation blocks of `refined` have no weight, and must not count for keys either.
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
-        moments.add(unrotate(q, rotary), unrotate(k, rotary), v, sensitivity, visible, distances)
-    return moments.averaged()
+        sums.add(unrotate(q, rotary), unrotate(k, rotary), v, sensitivity, visible, distances)
+    return sums.averaged()
 
 
 def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
@@ -201,22 +201,22 @@ def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
     """
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
-    device = float64_device(task.pair.base.device)
+    device = float64_device(task.pair.base_model.device)
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     task.apply(maps)
 
     for rows in task.sample():
         # Computed a second time: storing the values of all batches takes memory.
-        v = task.base.capture_blocks(task.stream, rows, "heads").heads[2]
+        v = task.base_attention.capture_blocks(task.stream, rows, "heads").heads[2]
         if maps.order is not None:
             v = v[:, maps.order]
         stacked = stack_groups(v, groups).transpose(0, 1)  # (B, G, S, m e)
 
-        capture = task.converted.capture_blocks(task.stream, rows, "heads")
+        capture = task.converted_attention.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         attend = partial(
-            task.pair.converted.attend,
-            task.converted.module,
+            task.pair.converted_model.attend,
+            task.converted_attention.module,
             q,
             k,
             mask=capture.mask,
@@ -243,16 +243,16 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
         w_o: (H e, D), the base model's W_O, transposed.
     """
     assert maps.output is not None
-    assert task.converted.projection is not None
+    assert task.converted_attention.projection is not None
     heads, _ = task.pair.heads(task.module)
     task.apply(replace(maps, output=None))  # heads' outputs are captured before W_O
-    device = task.pair.converted.device
-    bias = getattr(task.converted.projection, "bias", None)
+    device = task.pair.converted_model.device
+    bias = getattr(task.converted_attention.projection, "bias", None)
 
     gram = w_o.new_zeros(len(w_o), len(w_o))
     cross = torch.zeros_like(w_o)
     energy = w_o.new_zeros(())
-    for capture in task.converted.capture(task.stream, "head_outputs"):
+    for capture in task.converted_attention.capture(task.stream, "head_outputs"):
         root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
         target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
         if bias is not None:

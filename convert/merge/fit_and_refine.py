@@ -28,7 +28,7 @@ def _refine(task: FitTask, result: FittedModule) -> FittedModule:
     output; return `result` with the trained weights and their error.
     """
     pair = task.pair
-    attention = task.converted
+    attention = task.converted_attention
     names = pair.trainable(attention, task.module)
     start = {name: attention.module.get_parameter(name).detach() for name in names}
 

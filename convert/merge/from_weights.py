@@ -22,8 +22,10 @@ from gqa.convert.merge.moments import Moments, heads_of
 from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
-# Heads by role, (n, w, K), projected so that R R^T are the second moments of what they compute.
-Projected = dict[str, Tensor]
+# By role: of queries, keys and values factors R (n, w, K), whose products R R^T are the second
+# moments of what these heads compute; of outputs the weights as stored, (H, e, D); biases (n, w) as
+# `ROLE.bias`.
+Factors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,17 @@ class ModuleEstimate:
     """An attention module, as far as the weights tell: what a method makes its maps of.
 
     heads, groups: H and Hk of the base model, G of the result.
-    stored: Heads by role, in the order of the groups: `output` (H, e, D) as stored (transposed);
-        `query`, `key` and `value` (n, w, K) such that R R^T are second moments; biases (n, w) as
-        `ROLE.bias`.
+    factors: Of the heads in the order of the groups.
     moments: Second moments of the heads of each group.
-    free_keys: Whether keys may be multiplied by matrices; otherwise they are averaged.
+    aligns_keys: Whether keys may be multiplied by matrices; otherwise they are averaged.
     """
 
     heads: LayerHeads
     groups: int
-    stored: Projected
+    factors: Factors
     moments: Moments
     rotary: Rotary
-    free_keys: bool
+    aligns_keys: bool
 
 
 def from_weights(
@@ -65,7 +65,7 @@ def from_weights(
     symmetry = plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
     text = plan.config.text
-    free_keys = symmetry.free_keys(text)
+    aligns_keys = symmetry.can_align_keys(text)
 
     modules = _changed_modules(plan, symmetry)
     inputs: InputMoments | None = None
@@ -83,11 +83,12 @@ def from_weights(
         merges = groups < heads.kv
         # Of a module whose heads stay, later layers read what its values add.
         roles = ("query", "key", "value") if merges else ("value",)
+        factors: Factors = dict(stored)
         for role in roles:
             rows = inputs.project((stored[role] * gain).flatten(0, 1))
-            stored[role] = rows.unflatten(0, stored[role].shape[:2])
+            factors[role] = rows.unflatten(0, stored[role].shape[:2])
         if number + 1 < len(modules):
-            inputs.add(module, gain, stored["output"], stored["value"])
+            inputs.add(module, gain, factors["output"], factors["value"])
         if not merges:
             continue
 
@@ -97,15 +98,15 @@ def from_weights(
         # 2. The groups. From the moments of the whole layer as one group any partition follows.
         order = None
         if search:
-            w_o = stored["output"].double()
-            whole = _estimated_moments(stored, heads, 1)
-            order = find_order(whole, w_o, groups, rotary, free_keys)
+            w_o = factors["output"].double()
+            whole = _estimated_moments(factors, heads, 1)
+            order = find_order(whole, w_o, groups, rotary, aligns_keys)
         if order:
-            stored = _reordered(stored, order, heads)
+            factors = _reordered(factors, order, heads)
 
         # 3. The maps.
-        moments = _estimated_moments(stored, heads, groups)
-        maps = module_maps(ModuleEstimate(heads, groups, stored, moments, rotary, free_keys))
+        moments = _estimated_moments(factors, heads, groups)
+        maps = module_maps(ModuleEstimate(heads, groups, factors, moments, rotary, aligns_keys))
         yield module.path, replace(maps, order=order)
 
 
@@ -134,25 +135,26 @@ def _finite_heads(
     return stored
 
 
-def _reordered(stored: Projected, order: tuple[int, ...], heads: LayerHeads) -> Projected:
+def _reordered(factors: Factors, order: tuple[int, ...], heads: LayerHeads) -> Factors:
     """KV heads in this order, and query heads with them."""
+    # By number of heads: keys and values have Hk, queries and outputs H.
     orders = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
-    return {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
+    return {role: tensor[orders[len(tensor)]] for role, tensor in factors.items()}
 
 
-def _estimated_moments(rows: Projected, heads: LayerHeads, groups: int) -> Moments:
+def _estimated_moments(factors: Factors, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group from factors R (n, w, K) by role: E[h h^T] = R R^T."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """Second moments (parts, w, w) and means (parts, w) of heads split into `parts` of w
         rows.
         """
-        factors = rows[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
-        means = factors.new_zeros(factors.shape[:2]).double()
-        bias = rows.get(f"{role}.bias")
+        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
+        means = rows.new_zeros(rows.shape[:2]).double()
+        bias = factors.get(f"{role}.bias")
         if bias is not None:
             means = bias.reshape(parts, -1).double()
-        centered = torch.stack([gram(part.double()) for part in factors])
+        centered = torch.stack([gram(part.double()) for part in rows])
         return centered + means[:, :, None] * means[:, None, :], means
 
     keys, key_means = moments_of("key", groups)

@@ -32,7 +32,7 @@ _STARTS = 16  # of the local search; all but the first are random
 
 
 def find_order(
-    moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool
+    moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, aligns_keys: bool
 ) -> Group | None:
     """The order of heads in which consecutive ones form the groups with the least loss.
 
@@ -42,7 +42,7 @@ def find_order(
     Args:
         moments: Of the whole layer as one group.
         w_o: (H, e, D).
-        free_keys: Whether keys may be aligned; otherwise they are averaged.
+        aligns_keys: Whether keys may be aligned; otherwise they are averaged.
 
     Returns:
         None if neighbors already are the best groups.
@@ -54,7 +54,7 @@ def find_order(
 
     @cache
     def lost_keys(group: Group) -> float:
-        return _lost_keys(moments, group, rotary, free_keys)
+        return _lost_keys(moments, group, rotary, aligns_keys)
 
     @cache
     def lost_values(group: Group) -> float:
@@ -162,7 +162,7 @@ def _swap(group_of: Tensor, costs: Tensor) -> None:
         group_of[[a, b]] = group_of[[b, a]]
 
 
-def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
+def _lost_keys(moments: Moments, group: Group, rotary: Rotary, aligns_keys: bool) -> float:
     """Energy of scores outside the directions that one shared key keeps.
 
     It is as if each frequency were merged alone.
@@ -172,7 +172,7 @@ def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) 
     keys = moments.keys[0][rows][:, rows]
     queries = moments.queries[list(group)]
 
-    if not free_keys:  # keys are averaged
+    if not aligns_keys:  # keys are averaged
         blocks = keys.view(len(group), dim, len(group), dim)
         return float(keys.trace() - torch.einsum("aibi->", blocks) / len(group))
 

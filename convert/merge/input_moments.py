@@ -51,7 +51,7 @@ class InputMoments:
         config: Any,
         symmetry: Symmetry,
         width: int,
-        guesses: bool,
+        estimates_inputs: bool,
         device: str,
     ) -> None:
         """Start with the embeddings.
@@ -59,7 +59,7 @@ class InputMoments:
         Args:
             config: Of the text part.
             width: D.
-            guesses: If False, E[x x^T] is the identity everywhere.
+            estimates_inputs: If False, E[x x^T] is the identity everywhere.
             device: For large products, in float32; factorizations and sums stay in float64.
         """
         self._checkpoint = checkpoint
@@ -69,11 +69,15 @@ class InputMoments:
         self._device = device
         self._layer = 0
         # Moments of the residual stream before the current layer; None if they are unknown.
-        self._stream = self._embedded() if guesses else None
+        self._stream = self._embedded() if estimates_inputs else None
         self.factor: Tensor | None = None
 
     def enter(self, module: AttentionModule) -> None:
-        """Advance to the layer of `module` and set `factor`."""
+        """Set `factor` for the layer of `module`.
+
+        If that does not follow the layer of the last `add`, the estimate is given up: from here on
+        `factor` is None.
+        """
         self.factor = None
         if module.layer != self._layer:  # layers without attention lie between
             self._stream = None

@@ -227,7 +227,7 @@ def residual_scale(
     hidden = stream.hidden[rows].to(layer.device)
 
     generator = torch.Generator().manual_seed(0)
-    base_output = torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std()
+    attended = torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std()
     change = torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std()
 
     def run(states: Tensor, attention_output: Tensor) -> Tensor:
@@ -241,8 +241,10 @@ def residual_scale(
         with hooks(one.module.register_forward_hook(replace_output) for one in attentions):
             return layer.run_with(states, arguments)
 
-    expected = run(hidden + change, base_output)
-    output = run(hidden, base_output + change / (multiplier * len(attentions)))
+    # Each of the modules returns this, so each carries its share of the change.
+    carrying = attended + change / (multiplier * len(attentions))
+    expected = run(hidden + change, attended)
+    output = run(hidden, carrying)
     check_finite(layer.index, expected, output)
 
     relative = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
@@ -301,7 +303,9 @@ def send(value: Any, device: str | torch.device) -> Any:
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        return copies.setdefault(id(tensor), tensor.to(device))
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(device)
+        return copies[id(tensor)]
 
     return recursively_apply(copy, value)
 

@@ -7,7 +7,7 @@ They are measured on text (`gqa.convert.merge.fit`) or estimated from the weight
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,31 +37,12 @@ def heads_of(checkpoint: Checkpoint, changes: Iterable[Change]) -> dict[str, Ten
     return by_role
 
 
-@dataclass
-class Moments:
-    """Second moments in float64, or the sums from which `averaged` makes them.
+class MomentSums:
+    """Sums over batches of text, from which `averaged` makes `Moments`."""
 
-    keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group. queries: (Hk, d,
-        d), of the query heads of each KV head. values: (G, m e, m e), of the stacked values of each
-        group. distances: (Hk, n), weights of scores of the queries of each KV head with the key 0,
-        1, ... tokens before; n is 0 if they were not measured.
-    positions: How many positions of queries are in the sums.
-    n_visible_keys: How many keys (and values) are in the sums; `visible_keys` of sensitivity.py
-        says which.
-    """
-
-    keys: Tensor
-    key_means: Tensor
-    queries: Tensor
-    values: Tensor
-    distances: Tensor
-    positions: int = field(default=0, kw_only=True)
-    n_visible_keys: int = field(default=0, kw_only=True)
-
-    @classmethod
-    def zeros(
-        cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu"
-    ) -> Moments:
+    def __init__(
+        self, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu"
+    ) -> None:
         """Sums over nothing, for `groups` groups and distances below `length`."""
         key_width = heads.kv // groups * heads.key_dim
         value_width = heads.kv // groups * heads.value_dim
@@ -69,13 +50,15 @@ class Moments:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        return cls(
+        self._sums = Moments(
             keys=zeros(groups, key_width, key_width),
             key_means=zeros(groups, key_width),
             queries=zeros(heads.kv, heads.key_dim, heads.key_dim),
             values=zeros(groups, value_width, value_width),
             distances=zeros(heads.kv, length),
         )
+        self._positions = 0  # of queries that are in the sums
+        self._visible_keys = 0  # that are in the sums, and as many values
 
     def add(
         self,
@@ -95,24 +78,57 @@ class Moments:
             visible: (B or 1, S), the keys and values that count.
             distances: (H, n), from `query_sensitivity`.
         """
-        groups = len(self.keys)  # 1 if the whole layer is one group
+        sums = self._sums
+        groups = len(sums.keys)  # 1 if the whole layer is one group
         kv_heads = k.shape[1]
         visible = visible.expand(len(k), -1)
         k = k * visible[:, None, :, None]
         v = v * visible[:, None, :, None]
-        self.positions += sensitivity[:, 0].numel()
-        self.n_visible_keys += int(visible.sum())
+        self._positions += sensitivity[:, 0].numel()
+        self._visible_keys += int(visible.sum())
 
         keys = as_float64(stack_groups(k, groups).flatten(1, 2))  # (G, n, m d)
-        self.keys += keys.mT @ keys
-        self.key_means += keys.sum(1)
+        sums.keys.add_(keys.mT @ keys)
+        sums.key_means.add_(keys.sum(1))
 
-        add_products(self.values, stack_groups(v, groups).flatten(1, 2))
+        add_products(sums.values, stack_groups(v, groups).flatten(1, 2))
 
         weighted = (q * sensitivity.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
-        add_products(self.queries, weighted.unflatten(0, (kv_heads, -1)).flatten(1, 3))
+        add_products(sums.queries, weighted.unflatten(0, (kv_heads, -1)).flatten(1, 3))
 
-        self.distances += as_float64(distances.unflatten(0, (kv_heads, -1)).sum(1))
+        sums.distances.add_(as_float64(distances.unflatten(0, (kv_heads, -1)).sum(1)))
+
+    def averaged(self) -> Moments:
+        """Divide the sums by the number of positions and of visible keys."""
+        sums = self._sums
+        keys = max(self._visible_keys, 1)
+        return Moments(
+            sums.keys / keys,
+            sums.key_means / keys,
+            sums.queries / self._positions,
+            sums.values / keys,
+            sums.distances,
+        )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of the heads of a module, in float64.
+
+    Attributes:
+        keys: (G, m d, m d), of the stacked keys of each group.
+        key_means: (G, m d), their means.
+        queries: (Hk, d, d), of the query heads of each KV head.
+        values: (G, m e, m e), of the stacked values of each group.
+        distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ...
+            tokens before; n is 0 if they were not measured.
+    """
+
+    keys: Tensor
+    key_means: Tensor
+    queries: Tensor
+    values: Tensor
+    distances: Tensor
 
     def cpu(self) -> Moments:
         return Moments(
@@ -121,17 +137,6 @@ class Moments:
             self.queries.cpu(),
             self.values.cpu(),
             self.distances.cpu(),
-        )
-
-    def averaged(self) -> Moments:
-        """Divide the sums by the number of positions and of visible keys."""
-        keys = max(self.n_visible_keys, 1)
-        return Moments(
-            self.keys / keys,
-            self.key_means / keys,
-            self.queries / self.positions,
-            self.values / keys,
-            self.distances,
         )
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:

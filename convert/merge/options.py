@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gqa.convert.merge.calibration_text import CalibrationText
 
-AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
+TOKENS_AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ class MapsOptions:
 
     @property
     def at_once(self) -> int:
-        """Blocks that go through a layer at a time: together at most AT_ONCE tokens."""
-        return max(1, min(self.batch, AT_ONCE // self.text.length))
+        """Blocks that go through a layer at a time: together at most TOKENS_AT_ONCE tokens."""
+        return max(1, min(self.batch, TOKENS_AT_ONCE // self.text.length))

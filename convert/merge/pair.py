@@ -75,13 +75,13 @@ class ModelPair:
             )
 
         converted_names = [tensor.name for tensor in plan.tensors]
-        self.base = runner(base_config, plan.checkpoint.tensors)
-        self.converted = runner(transformers_config(plan.new_config), converted_names)
+        self.base_model = runner(base_config, plan.checkpoint.tensors)
+        self.converted_model = runner(transformers_config(plan.new_config), converted_names)
 
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        return len(self.base.layers)
+        return len(self.base_model.layers)
 
     # ------------------------------------------------------------------------------- modules
 
@@ -122,7 +122,7 @@ class ModelPair:
         missing = set[str]()
         for module in modules:
             missing |= self._changed_names(module)
-        layer = self.converted.load(index, missing=missing)
+        layer = self.converted_model.load(index, missing=missing)
         for module in modules[1:]:
             layer.set_tensors(self.merged_tensors(module, self.mean(module)))
         return layer
@@ -150,11 +150,11 @@ class ModelPair:
         Returns the name in the module -> the full name.
         """
         changed = self._changed_names(module)
-        full_names = {id(p): name for name, p in self.converted.model.named_parameters()}
+        full_names = {id(p): name for name, p in self.converted_model.model.named_parameters()}
         trainable = {}
         for name, parameter in attention.module.named_parameters():
             full_name = full_names[id(parameter)]
-            if not changed.isdisjoint(self.converted.names.parts(full_name)):
+            if not changed.isdisjoint(self.converted_model.names.parts(full_name)):
                 trainable[name] = full_name
         return trainable
 
@@ -164,7 +164,7 @@ class ModelPair:
 
     def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model, by full name -> stored tensors, by stored name."""
-        stored_names = {into: name for name, into in self.converted.names.whole.items()}
+        stored_names = {into: name for name, into in self.converted_model.names.whole.items()}
         stored: dict[str, Tensor] = {}
         joined: dict[str, Tensor] = {}  # parameters that are stored in another form
         for name, tensor in parameters.items():
@@ -173,7 +173,7 @@ class ModelPair:
             else:
                 joined[name] = tensor
         if joined:
-            stored |= stored_tensors(self.converted.model, joined)
+            stored |= stored_tensors(self.converted_model.model, joined)
         return stored
 
     # ------------------------------------------------------------------------- hidden states
@@ -183,8 +183,8 @@ class ModelPair:
         base = self.first_stream(inputs)
         text = StreamPair(base, base.clone())
         self.texts.append(text)
-        self.base.streams.append(text.base)
-        self.converted.streams.append(text.converted)
+        self.base_model.streams.append(text.base)
+        self.converted_model.streams.append(text.converted)
         return text
 
     def first_stream(self, inputs: Inputs, copies: int = _COPIES) -> Stream:
@@ -192,7 +192,7 @@ class ModelPair:
 
         copies: How many hidden states of this text there will be at the same time.
         """
-        runner = self.base
+        runner = self.base_model
         batch = self.options.at_once
         blocks = len(next(iter(inputs.values())))
         batches = torch.arange(blocks).split(batch)
@@ -224,21 +224,21 @@ class ModelPair:
         In the host's memory they are copied to the device and back in every pass over the text,
         which takes longer than to compute a layer.
         """
-        free = free_memory(self.base.device)
+        free = free_memory(self.base_model.device)
         if free is not None and n_bytes <= _DEVICE_SHARE * free:
-            return self.base.device
+            return self.base_model.device
         return torch.device("cpu")
 
     def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
         """Raise LayerwiseError if layers are called with more that depends on the text."""
         ids = inputs["input_ids"][:1]
-        _, one = self.base.layer_inputs({**inputs, "input_ids": ids})
-        _, other = self.base.layer_inputs({**inputs, "input_ids": ids.flip(1)})
+        _, one = self.base_model.layer_inputs({**inputs, "input_ids": ids})
+        _, other = self.base_model.layer_inputs({**inputs, "input_ids": ids.flip(1)})
 
         pairs = zip(tensors_in(one), tensors_in(other), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs):
             raise layerwise_error(
-                type(self.base.model).__name__,
+                type(self.base_model.model).__name__,
                 "its layers read more of the text than hidden states",
             )
 

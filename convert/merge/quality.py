@@ -17,7 +17,7 @@ from gqa.convert.merge.pair import ModelPair, StreamPair
 from gqa.corpus.likelihood import nats
 from gqa.corpus.statistics import paired_ratio
 
-CHECKED = 8192  # tokens of the comparison with the base model, at most
+CHECKED_TOKENS = 8192  # tokens of the comparison with the base model, at most
 _COPIES = 16  # blocks whose beginnings are read twice, for recall
 _SHORTEST = 16  # tokens of a block that shows recall
 
@@ -83,7 +83,7 @@ class QualityCheck:
         hits = []
         for row, block in enumerate(text.ids):  # logits of one block at a time
             hidden = stream.hidden[row : row + 1, text.first - 1 : -1]
-            logits = self._pair.base.logits(hidden)[0]
+            logits = self._pair.base_model.logits(hidden)[0]
             targets = block[text.first :]
             losses.append(nats(logits, targets.to(logits.device)).cpu())
             hits.append(logits.argmax(-1).cpu() == targets)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gqa.convert.merge.layer import Arguments, first_tensor
 from gqa.convert.merge.muon import Muon
-from gqa.convert.merge.options import AT_ONCE, Refinement
+from gqa.convert.merge.options import TOKENS_AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
 from gqa.core.devices import fast_dtype, native_bfloat16
 
@@ -58,7 +58,7 @@ def refine(
         position_weights: (N, T), what a squared error at a position counts.
     """
     device = next(iter(start.values())).device
-    blocks_at_once = max(1, AT_ONCE // targets.shape[1])
+    blocks_at_once = max(1, TOKENS_AT_ONCE // targets.shape[1])
     autocast = settings.autocast
     if autocast is None:
         autocast = native_bfloat16(str(device))

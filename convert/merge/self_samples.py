@@ -110,6 +110,7 @@ def sampled_blocks(
     load: Callable[..., PreTrainedModel],
     device: str,
     checkpoint: Checkpoint,
+    *,
     size: int,
     n_blocks: int,
     seed: int,
@@ -145,7 +146,7 @@ def sampled_blocks(
     if vocabulary is not None and vocabulary >= int(config.vocab_size):
         vocabulary = None  # the model has no token that would have to be excluded
 
-    start = first_token(config, source.name)
+    start = first_token(config, source.name, ", or pass text with --data instead of self")
     adds_start = True
     chat_token = None
     tokenizer = _tokenizer(checkpoint, trust_remote_code)

@@ -12,7 +12,7 @@ from gqa.convert.merge.linear_algebra import typical_energy
 # Energy of a hidden state relative to the typical one; of trained tokens it is 0.5 and more.
 LEAST_ENERGY = 0.1
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
-SCORES = 1 << 25  # scores of queries with keys that are computed at a time
+SCORES_AT_ONCE = 1 << 25  # scores of queries with keys that are computed at a time
 _CAUSAL_PARTS = 4  # parts of a block's queries: each is multiplied only with the keys up to its end
 
 
@@ -83,7 +83,7 @@ def query_sensitivity(
     blocks, n_heads, length, _ = q.shape
     n_keys = k.shape[2]
     repeat = n_heads // k.shape[1]
-    rows = max(1, SCORES // (blocks * n_keys))
+    rows = max(1, SCORES_AT_ONCE // (blocks * n_keys))
     if mask is None and causal:
         rows = min(rows, -(-length // _CAUSAL_PARTS))
     at_once = _heads_at_once(blocks * rows * n_keys, q.device)
@@ -141,7 +141,7 @@ def _heads_at_once(scores: int, device: torch.device) -> int:
     """
     if device.type == "cpu":
         return 1
-    return max(1, SCORES // scores)
+    return max(1, SCORES_AT_ONCE // scores)
 
 
 def _hide_by_mask(scores: Tensor, mask: Tensor) -> None:

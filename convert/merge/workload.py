@@ -43,8 +43,8 @@ class Workload:
 
     operations: Multiplications and additions, of float32.
     memory: Bytes held at the most.
-    token_steps: Layers that compute one token of each text in a batch, which takes its time however
-        small they are.
+    token_steps: How often a layer computes one position of all texts of a batch (layers x positions
+        x batches). Each time costs at least a fixed time.
     cache_bytes: Bytes of KV caches that are read while text is generated.
     """
 

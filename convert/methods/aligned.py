@@ -48,9 +48,9 @@ class Aligned(WeightsMethod):
         from gqa.convert.merge.moments import head_maps
 
         moments = module.moments
-        keys = moments.shared_keys(module.rotary) if module.free_keys else []
+        keys = moments.shared_keys(module.rotary) if module.aligns_keys else []
         attended = (group[None] for group in moments.values)  # alike by all query heads of a group
-        values = moments.shared_values(attended, module.stored["output"])
+        values = moments.shared_values(attended, module.factors["output"])
         return head_maps(module.heads, module.groups, keys, values)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:

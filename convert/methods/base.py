@@ -56,7 +56,7 @@ class Method:
     def pool(self, kv: int, groups: int) -> HeadMaps:
         """The maps of a module for which none are computed, from Hk and G alone.
 
-        Methods that read the model use them for layers that predict further tokens.
+        Methods that read text use them for layers that predict further tokens.
         """
         return mean_maps(kv, groups)
 

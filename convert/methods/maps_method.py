@@ -57,6 +57,6 @@ class MapsMethod(Method, ABC):
         """
         return {}
 
-    def out_of_memory(self, options: MapsOptions) -> str:
+    def out_of_memory_message(self, options: MapsOptions) -> str:
         """The message for a device on which `find_maps` ran out of memory."""
         return f"out of memory on {options.device}; pass another --device"

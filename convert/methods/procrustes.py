@@ -28,7 +28,7 @@ class Procrustes(WeightsMethod):
         moments = module.moments
 
         keys = []
-        if module.free_keys:
+        if module.aligns_keys:
             keys = [procrustes_key(group, module.rotary, per_group) for group in moments.keys]
         values = [procrustes_value(group, per_group, query_heads) for group in moments.values]
         return head_maps(heads, module.groups, keys, values)

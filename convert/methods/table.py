@@ -1,4 +1,4 @@
-"""The methods by name, in order: from the quickest on to the one that loses least.
+"""The methods by name, from the one that loses most to the one that loses least.
 
 The output recommends the last one that a model allows. Imports no torch.
 """
@@ -15,9 +15,9 @@ from gqa.convert.methods.random import Random
 from gqa.convert.methods.refined import Refined
 
 _METHODS: tuple[Method, ...] = (
-    Mean(),
-    First(),
     Random(),
+    First(),
+    Mean(),
     Procrustes(),
     Aligned(),
     Calibrated(),

@@ -65,7 +65,7 @@ class TextMethod(MapsMethod):
             "batch": options.batch,
         }
 
-    def out_of_memory(self, options: MapsOptions) -> str:
+    def out_of_memory_message(self, options: MapsOptions) -> str:
         return (
             f"out of memory on {options.device} with {options.at_once} blocks of "
             f"{options.text.length} tokens in a layer at a time ({options.refinement.batch} to "

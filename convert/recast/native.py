@@ -176,11 +176,12 @@ def _linear(
         rows: Selects and orders the rows of W and b.
         norm: The LayerNorm that is folded into the module; None if there is none.
         always_bias: Whether to add a zero bias if the source has none.
-        tied: The embedding to use as weight if none is stored.
+        tied: The embedding that the target ties to this module, if no weight is stored: then none
+            is written, and only the bias depends on it.
     """
     order = rows or _unchanged
     bias = stored.get(f"{source}.bias")
-    shift = stored.get(f"{norm}.bias")
+    shift = stored.get(f"{norm}.bias") if norm else None
 
     if tied and f"{source}.weight" not in stored:
         weight = _need(stored, f"{tied}.weight")

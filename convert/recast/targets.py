@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gqa.checkpoint.read import Checkpoint, read_json
+from gqa.checkpoint.read import CAUSAL_MASK, Checkpoint, read_json
 from gqa.convert.heads.config import (
     read_config,
     read_top,
@@ -24,7 +24,14 @@ from gqa.convert.heads.kv_cache import KVCache, kv_cache
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 from gqa.core.errors import CorruptError, RefusedError, explain, listing
-from gqa.models.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
+from gqa.models.custom_code import (
+    BY_LAYER,
+    PREFIX,
+    auto_map,
+    file_of,
+    loads_as_decilm,
+    our_architecture,
+)
 from gqa.models.loading import load_tokenizer
 
 
@@ -46,7 +53,7 @@ _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
 # class.
 _EXPLICIT_KEYS = ("max_position_embeddings", "rms_norm_eps")
 # Masks and frequencies in old checkpoints, which current classes do not load.
-_BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
+_BUFFERS = re.compile(rf"{CAUSAL_MASK.pattern}|.*\.rotary_emb\.inv_freq")
 
 
 def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
@@ -158,7 +165,7 @@ def _custom_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> di
     new = {**raw, "model_type": target, "auto_map": auto_map(target)}
     if recasting not in _BY_LAYER:
         new["num_key_value_heads"] = query_heads(config)
-    new["architectures"] = [stand_in(config.architectures, target)]
+    new["architectures"] = [our_architecture(config.architectures, target)]
 
     if loads_as_decilm(target):
         for key in _EXPLICIT_KEYS:

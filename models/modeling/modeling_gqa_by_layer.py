@@ -19,11 +19,12 @@ class ByLayer(PreTrainedModel):
     """Mixin for models: gives each layer an attention module with its number of heads."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        layers = config.to_dict().get("per_layer_config")
+        overrides = config.to_dict().get("per_layer_config")
         config.per_layer_config = None  # transformers' classes refuse a config that has it
         super().__init__(config, *args, **kwargs)
-        config.per_layer_config = layers
+        config.per_layer_config = overrides
 
+        # Set to overrides by layer, the property returns the whole config of each layer.
         for index, layer in enumerate(self.base_model.layers):
             layer.self_attn = type(layer.self_attn)(config.per_layer_config[index], index)
             # Which names the attention function, also when that is changed

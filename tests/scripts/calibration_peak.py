@@ -45,7 +45,7 @@ def calibrate(calibrator: Calibrator, copies: int) -> None:
 
 if __name__ == "__main__":
     model, method = sys.argv[1:3]
-    copies, blocks, length, groups, sensitivity.SCORES = map(int, sys.argv[3:])
+    copies, blocks, length, groups, sensitivity.SCORES_AT_ONCE = map(int, sys.argv[3:])
     plan = plan_conversion(Path(model), groups, method=method, grouping="contiguous")
 
     # What the first layer imports and allocates once is no part of the peak

@@ -83,9 +83,11 @@ class Ids(CalibrationText):
     high: int = 96
 
     def split(
-        self, checkpoint: Any, device: str, watcher: Any, heldout: int = 0
+        self, checkpoint: Any, device: str, watcher: Any, heldout_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
-        return self.ids(), replace(self, seed=self.seed + 1, count=heldout // self.length).ids()
+        return self.ids(), replace(
+            self, seed=self.seed + 1, count=heldout_tokens // self.length
+        ).ids()
 
     def ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
@@ -129,7 +131,7 @@ def scramble(
             rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
             keys = [
                 _commuting(heads.key_dim, rotary, generator, stretch)
-                if symmetry.free_keys(config.text)
+                if symmetry.can_align_keys(config.text)
                 else torch.eye(heads.key_dim, dtype=torch.float64)
                 for _ in range(heads.kv)
             ]

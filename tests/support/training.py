@@ -67,10 +67,10 @@ def tiny_checkpoint(
     return directory
 
 
-def write_corpus(path: Path, count: int = 25, field: str = "text", first: int = 0) -> Path:
+def write_corpus(path: Path, count: int = 25, column: str = "text", first: int = 0) -> Path:
     """JSON lines, each the beginning of a module: about 10,000 tokens in all."""
     chosen = texts(first + count, 1200)[first:]
-    path.write_text("".join(json.dumps({field: text}) + "\n" for text in chosen))
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in chosen))
     return path
 
 

@@ -12,9 +12,15 @@ _UNNORMED = "with do_layer_norm_before=false, no known norm precedes attention"
 _OPT = replace(
     _BART,
     norms=_NORMS,
-    unless=(_UNNORMED, lambda config: not config.do_layer_norm_before),
+    impossible_if=(_UNNORMED, lambda config: not config.do_layer_norm_before),
 )
-_T5 = Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False)
+_T5 = Symmetry(
+    rotates=False,
+    query="q",
+    output="o",
+    norms=("layer.0.layer_norm",),
+    reorders_heads=False,
+)
 
 
 FAMILIES: tuple[Family, ...] = (

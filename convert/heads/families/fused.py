@@ -18,7 +18,7 @@ _FALCON = Symmetry(
     query=None,
     output="dense",
     norms=("ln_attn", "input_layernorm"),
-    places="alibi",
+    reorders_heads="alibi",
 )
 _CUSTOM_ATTENTION = {
     "falcon": "its class computes attention itself, on keys and values repeated for all query heads"
@@ -60,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
                 query=None,
                 output="attn_out",
                 norms=("attn_norm",),
-                keys=False,
+                aligns_keys=False,
                 per_query=(
                     Rule(
                         "q_norm", Separate("query"), projection=False, when=("qk_norm_type", "olmo")

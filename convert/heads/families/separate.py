@@ -19,16 +19,16 @@ from gqa.convert.heads.family import (
 
 # Symmetries that several model types share.
 LLAMA = Symmetry()
-QWEN3 = Symmetry(keys=False)  # query and key norms: only values can be transformed
+QWEN3 = Symmetry(aligns_keys=False)  # query and key norms: only values can be transformed
 ONE_PLUS = Symmetry(one_plus=True)
 GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(
     norms=(),
-    keys=False,
+    aligns_keys=False,
     per_query=(Rule("q_norm", Separate("query"), projection=False),),
 )
-LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
+LFM2 = Symmetry(norms=("operator_norm",), aligns_keys=False, output="out_proj")
 # Why some configs have no symmetry (`unless`).
 CLIPPED = (
     "with clip_qkv, values are clipped elementwise",
@@ -194,29 +194,36 @@ FAMILIES: tuple[Family, ...] = (
                 ),
                 GATED,
             ),
-            "apertus": Symmetry(norms=("attention_layernorm",), keys=False),
+            "apertus": Symmetry(norms=("attention_layernorm",), aligns_keys=False),
             "bitnet": "a norm over all heads, with gains, precedes W_O",
-            "exaone4": Symmetry(norms=(), keys=False),
+            "exaone4": Symmetry(norms=(), aligns_keys=False),
             "flint": replace(QWEN3, per_query=per_head("softmax_offset", "sinks")),
-            "gemma3_text": replace(GEMMA, keys=False),
+            "gemma3_text": replace(GEMMA, aligns_keys=False),
             "gemma3n_text": VALUE_NORM,
-            "glm4_moe": Symmetry(keys="use_qk_norm"),
+            "glm4_moe": Symmetry(aligns_keys="use_qk_norm"),
             "granitemoehybrid": Symmetry(
                 lambda config, layer: config.position_embedding_type == "rope"
             ),
             "jamba": Symmetry(rotates=False),
-            "laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=GATED_IF),
+            "laguna": replace(QWEN3, per_query=per_head("g_proj"), impossible_if=GATED_IF),
             "lfm3": Symmetry(
-                norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")
+                norms=("operator_norm",),
+                aligns_keys=False,
+                per_query=per_head("gate_proj", "g_proj"),
             ),
-            "llama4_text": replace(GLM, rotates=_rotates_by_list, keys="use_qk_norm"),
-            "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
-            "olmo": Symmetry(unless=CLIPPED),
+            "llama4_text": replace(GLM, rotates=_rotates_by_list, aligns_keys="use_qk_norm"),
+            "minimax_m3_vl_text": replace(ONE_PLUS, aligns_keys=False),
+            "olmo": Symmetry(impossible_if=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
-            "phi": Symmetry(output="dense", keys="qk_layernorm"),
+            "phi": Symmetry(output="dense", aligns_keys="qk_layernorm"),
             "stablelm": LLAMA,
             "smollm3": Symmetry(_rotates_by_list),
-            "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
+            "step3p5": replace(
+                ONE_PLUS,
+                aligns_keys=False,
+                per_query=per_head("g_proj"),
+                impossible_if=GATED_IF,
+            ),
         },
         unchanged=("attn_sub_norm", "indexer.*"),
         kv_fields=("num_key_value_heads", "num_attention_groups"),
@@ -233,7 +240,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "k norm per head",
         {
-            "cohere": replace(GLM, keys="use_qk_norm", per_query=per_head("q_norm")),
+            "cohere": replace(GLM, aligns_keys="use_qk_norm", per_query=per_head("q_norm")),
             **dict.fromkeys(("cohere2", "cohere2_moe"), replace(GLM, rotates=_slides)),
             "chameleon": replace(QWEN3, per_query=per_head("q_norm")),
         },
@@ -244,7 +251,7 @@ FAMILIES: tuple[Family, ...] = (
         "k norm over all heads",
         {
             **dict.fromkeys(("flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), OLMO2),
-            "olmoe": replace(OLMO2, norms=LLAMA.norms, unless=CLIPPED),
+            "olmoe": replace(OLMO2, norms=LLAMA.norms, impossible_if=CLIPPED),
             "minimax_m2": replace(OLMO2, norms=LLAMA.norms),
         },
         note="k_norm (H * d) is merged with the heads; its RMS is taken over all of them",
@@ -321,11 +328,11 @@ FAMILIES: tuple[Family, ...] = (
         "self- and cross-attention",
         {
             "mllama_text_model": Symmetry(
-                lambda config, layer: layer not in config.cross_attention_layers, keys=False
+                lambda config, layer: layer not in config.cross_attention_layers, aligns_keys=False
             ),
             "t5_gemma_module": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True),
             "t5gemma2_decoder": Symmetry(
-                norms=("pre_self_attn_layernorm",), one_plus=True, keys=False
+                norms=("pre_self_attn_layernorm",), one_plus=True, aligns_keys=False
             ),
             "canary_decoder": Symmetry(rotates=False),
         },
