@@ -233,11 +233,11 @@ class OutputDirectory:
         if source:
             self._check_apart(source)
 
-        existing_parent = next(path for path in self.out.parents if os.path.lexists(path))
-        may_write = os.access(existing_parent, os.W_OK | os.X_OK)
-        if not existing_parent.is_dir() or not may_write:
+        nearest = next(path for path in self.out.parents if os.path.lexists(path))
+        may_write = os.access(nearest, os.W_OK | os.X_OK)
+        if not nearest.is_dir() or not may_write:
             raise NotADirectoryError(
-                errno.ENOTDIR, f"{existing_parent} is not a directory that you may write to"
+                errno.ENOTDIR, f"{nearest} is not a directory that you may write to"
             )
 
         if os.path.ismount(self.out):  # nothing can be renamed to it

@@ -178,7 +178,8 @@ def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
 
     number, unit = match.groups()
     amount = Fraction(number) * units.get(unit, 0)
-    if amount.denominator != 1:
+    counts = units is _COUNTS  # sizes in bytes are rounded: 79.6GiB is no whole number
+    if counts and amount.denominator != 1:
         return None
     return int(amount) or None
 

@@ -14,12 +14,15 @@ from gqa.core.errors import CorpusError, listing
 from gqa.corpus.readers import allowed_files, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
-# Names of splits, each with the words by which file names have it.
+# Names of splits: the words by which a path has them anywhere, and those that other words contain,
+# which must be a whole part of the path.
 _SPLITS = {
-    "train": "train|training",
-    "validation": "val|valid|validation|dev",
-    "test": "test|testing|eval|evaluation",
-    "heldout": "heldout",
+    "train": ("train", "training"),
+    "validation": ("valid|validation", "val"),
+    "dev": ("dev", "development"),
+    "test": ("test", "testing"),
+    "eval": ("eval", "evaluation"),
+    "heldout": ("heldout", "held-out"),
 }
 
 
@@ -81,15 +84,17 @@ def _no_files(spec: str, path: Path) -> str:
 def _check_one_split(directory: str, names: Sequence[str]) -> None:
     """Raise CorpusError if files of these names in a directory are of several splits."""
     splits = set[str]()
-    for split, words in _SPLITS.items():
-        pattern = re.compile(f"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+    for split, (words, whole_words) in _SPLITS.items():
+        anywhere = rf"(?<![a-z])({words})(?![a-z])"
+        alone = rf"(^|/)({whole_words})(-\d+(-of-\d+)?)?(\.|/)"
+        pattern = re.compile(f"{anywhere}|{alone}", re.IGNORECASE)
         if any(map(pattern.search, names)):
             splits.add(split)
     if len(splits) > 1:
-        example = shlex.quote(f"{glob.escape(directory.rstrip('/'))}/**/*train*")
+        below = f"{glob.escape(directory.rstrip('/'))}/**/*"
         raise CorpusError(
             f"the directory {directory} holds several splits ({listing(splits)}); pass the files "
-            f"of one, like {example}"
+            f"of one, like {shlex.quote(f'{below}train*')}, or all as {shlex.quote(below)}"
         )
 
 

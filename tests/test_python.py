@@ -319,6 +319,12 @@ def test_numbers_of_tokens_are_whole(text: str, tokens: int | None) -> None:
         assert gqa.TrainOptions("model", tokens=text).tokens == tokens  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("text", "size"), [("79.6GiB", 85_469_849_190), ("5GB", 5 * 10**9)])
+def test_sizes_are_rounded_to_bytes(text: str, size: int) -> None:
+    options = gqa.EvaluateOptions(("a", "b"), memory=text)  # type: ignore[arg-type]
+    assert options.memory == size
+
+
 def test_groups_are_kv_heads(place: Path, tmp_path: Path) -> None:
     """As on the command line."""
     result = gqa.convert_model(

@@ -128,7 +128,7 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         ),
         "data": (
             "the directory data holds several splits (test, train); pass the files of one, like "
-            "'data/**/*train*'"
+            "'data/**/*train*', or all as 'data/**/*'"
         ),
         "stdlib:test": "there is no stdlib:test; pass stdlib:train or stdlib:heldout",
         "a b": (
@@ -156,7 +156,8 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (("train.jsonl", "val.jsonl"), "train, validation"),
         (("training.jsonl", "Test.jsonl"), "test, train"),
-        (("eval.jsonl", "heldout.jsonl"), "heldout, test"),
+        (("train-00000-of-00002.jsonl", "evaluation-00000-of-00001.jsonl"), "eval, train"),
+        (("a-train.jsonl", "held-out.jsonl"), "heldout, train"),
     ],
 )
 def test_splits_are_known_by_their_usual_names(
@@ -165,12 +166,21 @@ def test_splits_are_known_by_their_usual_names(
     for name in names:
         lines(tmp_path / name, {"text": name})
     assert f"holds several splits ({splits}); pass the files of one" in refusal(tmp_path)
+    assert len(texts_of(f"{tmp_path}/**/*")) == 2  # as the error says
 
 
-def test_two_names_of_one_split_are_one_split(tmp_path: Path) -> None:
-    for name in ("valid.jsonl", "validation.jsonl", "dev.jsonl", "evaluator_notes.jsonl"):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("valid.jsonl", "validation.jsonl", "val.jsonl"),
+        ("val-gardena.jsonl", "training-plans.jsonl", "on-testing.jsonl", "evaluator.jsonl"),
+    ],
+)
+def test_words_that_name_no_split_are_no_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Also several names of one split."""
+    for name in names:
         lines(tmp_path / name, {"text": name})
-    assert len(texts_of(str(tmp_path))) == 4
+    assert len(texts_of(str(tmp_path))) == len(names)
 
 
 def test_the_page_of_data_names_every_kind_of_file() -> None:

@@ -53,7 +53,9 @@ def _more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
         stated, is_plain = parse_self(options.data[0])
         if stated:
             source = "self:plain" if is_plain else "self"
-            length = f"--data {source}:{more}"
+            length = f"--data {source}:{max(stated, more)}"
+            if options.is_set("tokens"):
+                length += f" --tokens {more}"
             given = [f"--data {options.data[0]}", *given]
 
     instead = f" instead of {' and '.join(given)}" if given else ""

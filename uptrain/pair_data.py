@@ -97,7 +97,7 @@ class PairDataBuilder:
         options = self.options
         sources = data_sources(options)
         table = tokenize_pairs(sources, self.encoder)
-        tokens = _tokens_of_sides(table)
+        tokens = self._tokens_of_sides(table)
         mean = float(np.minimum(tokens, size).sum(0).mean())
         counted = self._in_pairs(mean, len(table))
 
@@ -122,7 +122,7 @@ class PairDataBuilder:
             if overlap.documents:
                 remaining = [source.excluding(exclusion) for source in sources]
                 table = tokenize_pairs(remaining, self.encoder)
-                tokens = _tokens_of_sides(table)
+                tokens = self._tokens_of_sides(table)
 
         lengths = heldout.lengths(table)
         available = int(lengths.sum())
@@ -138,9 +138,7 @@ class PairDataBuilder:
         )
         if trained > available:
             summary += f", read {trained / available:.2f} times, each time in another order"
-        # With special tokens, as the blocks have them
-        framed = tokens + np.array(self.encoder.frame_lengths)[:, None]
-        n_cut = int((framed > size).any(0).sum())
+        n_cut = int((tokens > size).any(0).sum())
         if n_cut:
             summary += f"; {n_cut:,} are cut to {size} a side"
 
@@ -151,9 +149,15 @@ class PairDataBuilder:
             table.fingerprint,
             summary,
             [heldout_pairs[number] for number in range(n_heldout)],
-            pair_tokens=np.minimum(framed, size).sum(0)[order],
+            pair_tokens=np.minimum(tokens, size).sum(0)[order],
             overlap=overlap,
         )
+
+    def _tokens_of_sides(self, table: Documents) -> Ints:
+        """(2, D) tokens of the sources and of the targets, with special tokens."""
+        special_tokens = np.array(self.encoder.frame_lengths)[:, None]
+        tokens: Ints = np.stack([table.count("source"), table.count("target")]) + special_tokens
+        return tokens
 
     def _in_pairs(self, mean_tokens: float, n_pairs: int) -> TrainOptions:
         """The options with all lengths in pairs, for data of so many pairs: a block is one pair."""
@@ -175,11 +179,6 @@ def _split(block: Block, seeds: list[int]) -> Block:
     """The pair of a generated block, whose two halves are source and target, padded with -1."""
     source, target = np.split(block["input_ids"], 2)
     return pair_block((source[source >= 0], target[target >= 0]))
-
-
-def _tokens_of_sides(table: Documents) -> Ints:
-    """(2, D) tokens of the sources and of the targets."""
-    return np.stack([table.count("source"), table.count("target")])
 
 
 def _pairs_of_tokens(tokens: int, mean_tokens: float) -> int:

@@ -161,7 +161,7 @@ class AttentionModule:
     def layer_path(self) -> str:
         """Common prefix of the names of all tensors of its layer."""
         # Not by `layer`: all layers that predict further tokens have the same one
-        match = re.match(rf"(?:.*\.)?(?:{_LAYERS})\.\d+(?=\.)", self.path)
+        match = re.match(rf"(?:.*\.)?(?:{_LAYERS})\.\d+(?=\.)", self.path, re.DOTALL)
         assert match is not None
         return match[0]
 

@@ -87,6 +87,7 @@ def from_weights(
         for role in roles:
             rows = inputs.project((stored[role] * gain).flatten(0, 1))
             factors[role] = rows.unflatten(0, stored[role].shape[:2])
+            del stored[role]  # as large as its factors
         if number + 1 < len(modules):
             inputs.add(module, gain, factors["output"], factors["value"])
         if not merges:

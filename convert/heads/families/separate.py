@@ -29,7 +29,7 @@ OLMO2 = Symmetry(
     per_query=(Rule("q_norm", Separate("query"), projection=False),),
 )
 LFM2 = Symmetry(norms=("operator_norm",), aligns_keys=False, output="out_proj")
-# Why some configs have no symmetry (`unless`).
+# Why some configs have no symmetry (`impossible_if`).
 CLIPPED = (
     "with clip_qkv, values are clipped elementwise",
     lambda config: bool(config.clip_qkv),
