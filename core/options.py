@@ -154,32 +154,40 @@ class Amount(click.ParamType[int]):
         units: Factors by the letters that may follow the number.
         allowed: What is allowed, in words, for the error.
         least: The least allowed number.
+        rounds: Whether fractions of one are rounded down, as in sizes: 79.6GiB is no whole number
+            of bytes. Otherwise they are refused.
     """
 
     name = "amount"
 
-    def __init__(self, units: Mapping[str, int], allowed: str, least: int = 1) -> None:
+    def __init__(
+        self, units: Mapping[str, int], allowed: str, least: int = 1, rounds: bool = False
+    ) -> None:
         self._units = units
         self._allowed = allowed
         self._least = least
+        self._rounds = rounds
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        amount = None if isinstance(value, bool | float) else read_amount(str(value), self._units)
+        amount = None
+        if not isinstance(value, bool | float):
+            amount = read_amount(str(value), self._units, self._rounds)
         if amount is None or not self._least <= amount <= 10**15:
             self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
         return amount
 
 
-def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
-    """A number like 65536, 64K, 500M or 1B; None for what is no such number above zero."""
+def read_amount(text: str, units: Mapping[str, int] = _COUNTS, rounds: bool = False) -> int | None:
+    """A number like 65536, 64K, 500M or 1B; None for what is no such number above zero, or no whole
+    one unless it `rounds` down.
+    """
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if match is None:
         return None
 
     number, unit = match.groups()
     amount = Fraction(number) * units.get(unit, 0)
-    counts = units is _COUNTS  # sizes in bytes are rounded: 79.6GiB is no whole number
-    if counts and amount.denominator != 1:
+    if amount.denominator != 1 and not rounds:
         return None
     return int(amount) or None
 
@@ -194,7 +202,12 @@ def tokens_type(least: int = 1) -> Amount:
 
 
 # Fewer than a thousand bytes are a number without its unit
-BYTES = Amount(_SIZES, "size; pass a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", 1000)
+BYTES = Amount(
+    _SIZES,
+    "size; pass a number with KB, MB, GB, KiB, MiB or GiB, like 5GB",
+    least=1000,
+    rounds=True,
+)
 
 
 class Text(click.ParamType[Any]):

@@ -308,6 +308,10 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert record["options"]["kv_heads"] == [1, 4, 1, 4]
+    # One layer with one head makes no multi-query attention
+    tags = (tmp_path / "budget/README.md").read_text().split("---")[1]
+    assert "grouped-query-attention" in tags
+    assert "multi-query-attention" not in tags
 
 
 # ----------------------------------------------------------------------------------------- refusals

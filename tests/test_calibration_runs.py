@@ -208,6 +208,19 @@ def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_
     )
 
 
+def test_an_encoder_decoder_is_never_checked_and_never_blamed_for_it(
+    tmp_path: Path, runs: Runs
+) -> None:
+    """A conversion that goes on does not say that the one before had --no-check."""
+    source = write_checkpoint(build(TINY["gqa_t5"], 4), tmp_path / "source")
+    words = (source, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    runs.run(*words, program="convert", before=[kill_conversion_after_a_layer])
+    continued = checkpoints.run(*words)
+    assert continued.code == 0, continued
+    assert "continues   after layer 1 of 2" in continued.err
+    assert "--no-check" not in continued.err
+
+
 def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, runs: Runs) -> None:
     """As without interruption, and nothing is left.
 

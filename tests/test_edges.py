@@ -2,11 +2,13 @@
 unchanged.
 """
 
+import gc
 import json
 import os
 import re
 import stat
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import is_packed
 from gqa.convert import rewrite
 from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.merge.layer import send
+from gqa.core.errors import RefusedError
+from gqa.models.loading import load_model
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
@@ -174,6 +179,34 @@ def test_causal_masks_are_no_quantized_weights(
 ) -> None:
     """Old checkpoints store them as bytes."""
     assert is_packed(TensorSpec(name, dtype, shape, "f", 0, 0)) == packed
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_offloaded_weights_stay_of_a_model_that_is_gone(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither if it cannot be loaded."""
+    source = llama(tmp_path / "m", tensors=weights())
+    if fails:
+        (source / "config.json").write_text("{")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if fails:
+        with pytest.raises(RefusedError):
+            load_model(str(source), device="auto")
+    else:
+        model = load_model(str(source), device="auto")
+        assert list(tmp_path.glob("gqa-offload-*"))
+        del model
+        gc.collect()
+    assert not list(tmp_path.glob("gqa-offload-*"))
+
+
+def test_a_tensor_that_stands_twice_is_sent_once() -> None:
+    tensor = torch.ones(2)
+    sent = send({"a": tensor, "b": (tensor, torch.ones(2))}, "meta")
+    assert sent["a"] is sent["b"][0]
+    assert sent["a"] is not sent["b"][1]
+    assert sent["a"].is_meta
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,13 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
+from gqa.uptrain.advice import more_tokens
 from gqa.uptrain.models import DEFAULT_TOKENS, settle
 from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import settle_steps
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
+from gqa.uptrain.state_files import TrainingProgress
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -249,6 +251,26 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
     assert "\nnext        measure it: " in done.out
     before, after = load(converted), load(tmp_path / "better")
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data": ("text",), "steps": 3}, "--tokens 1280 instead of --steps"),
+        ({"data": ("self:1K",)}, "--data self:1280 instead of --data self:1K"),
+        ({"data": ("self:plain:1K",)}, "--data self:plain:1280 instead of --data self:plain:1K"),
+        (
+            {"data": ("self:1K",), "tokens": 128},
+            "--data self:1280 --tokens 1280 instead of --data self:1K",
+        ),
+        # The text suffices
+        ({"data": ("self:1M",), "tokens": 128}, "--tokens 1280"),
+    ],
+)
+def test_what_trains_on_more_tokens(given: dict[str, Any], says: str) -> None:
+    """Ten times as many, in the way in which the number was given."""
+    advice = more_tokens(TrainOptions("model", **given), TrainingProgress(tokens=128))
+    assert advice == f"train on more tokens: the same command with --overwrite and {says}"
 
 
 @pytest.mark.parametrize(

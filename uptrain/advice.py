@@ -26,7 +26,7 @@ def next_line(run: Run, progress: TrainingProgress) -> str:
     """
     options = run.options
     if progress.is_unchanged:
-        return _more_tokens(options, progress)
+        return more_tokens(options, progress)
     if run.config.is_encoder_decoder:
         return "measure it on pairs of text: see --data and --target-column of gqa-eval"
 
@@ -43,7 +43,7 @@ def next_line(run: Run, progress: TrainingProgress) -> str:
     return f"measure it: {evaluation_line(models, run.config, further)}"
 
 
-def _more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
+def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     """How to train on more tokens; the length was given in one of three ways, or not at all."""
     more = _MORE * progress.tokens
     length = f"--tokens {more}"
@@ -51,9 +51,9 @@ def _more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
 
     if is_self(options.data[0]):
         stated, is_plain = parse_self(options.data[0])
-        if stated:
+        if stated and more > stated:
             source = "self:plain" if is_plain else "self"
-            length = f"--data {source}:{max(stated, more)}"
+            length = f"--data {source}:{more}"
             if options.is_set("tokens"):
                 length += f" --tokens {more}"
             given = [f"--data {options.data[0]}", *given]

@@ -64,7 +64,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     steps = setup.dataloader.steps
     set_seed(setup.options.seed, device_specific=True)  # for custom code that draws at random
     optimizer = make_optimizer(setup.training_model, setup.options)
-    # wrapped(**batch) -> loss, and the sums (3,) of `TrainingModel`
+    # The `TrainingModel`, as accelerate wraps it: wrapped(**batch) -> its loss and its sums (3,)
     wrapped, optimizer = prepare_model(accelerator, setup.training_model, optimizer)
     _try_a_few_tokens(setup, wrapped, watcher)
 
@@ -261,8 +261,8 @@ def train_step(
     sums = zero_sums(3, device)
     for batch in batches:
         with accelerator.accumulate(wrapped):
-            loss, numbers = wrapped(**batch)
-            sums += numbers
+            loss, batch_sums = wrapped(**batch)
+            sums += batch_sums
             accelerator.backward(loss * scale)
     sums = accelerator.reduce(sums, "sum")
 
@@ -285,7 +285,7 @@ def _add_step(
     Raises DivergedError if loss or gradient is not finite, RefusedError if the weights that the
     training began with are the reason.
     """
-    nats, divergence = means(sums)
+    cross_entropy, divergence = means(sums)
     is_finite = bool(sums.isfinite().all())
     # With held-out text the first weights have been evaluated, and are known to be finite
     if not progress.step and not setup.dataloader.heldout_blocks and not is_finite:
@@ -295,7 +295,7 @@ def _add_step(
     step_tokens = data.tokens_until(progress.step + 1) - data.tokens_until(progress.step)
     progress.step += 1
     progress.tokens += step_tokens
-    progress.loss = nats
+    progress.loss = cross_entropy
     if not is_finite or not math.isfinite(norm):
         raise DivergedError(
             f"loss or gradient was not finite in step {progress.step}; what was saved before is "
@@ -305,7 +305,7 @@ def _add_step(
     numbers = {
         "tokens": progress.tokens,
         "step_tokens": step_tokens,
-        "loss": nats,  # the cross-entropy, also if another loss is minimized
+        "loss": cross_entropy,  # also if another loss is minimized
         "learning_rate": rate,
         "gradient_norm": norm,
     }

@@ -154,9 +154,7 @@ def _save_and_write(
     states = setup.states
     trained = result_tensors(setup.model, whole, source)
     changed = changed_tensors(source, trained, trained_tensors(setup.model)) if whole else []
-    batch_size = setup.options.batch_size
-    assert batch_size is not None
-    of_run = state_record(progress, setup.description, batch_size)
+    of_run = state_record(progress, setup.description, setup.options.blocks_per_step)
 
     try:
         state = states.save_trained(

@@ -16,19 +16,20 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, state_record
 
 STATE_SECONDS = 600  # between two states, at least
-STATE_SHARE = 50  # times as long as saving one takes is between two, at least
+STATE_SHARE = 50  # between two states, at least so many times the seconds that saving one takes
 
 
 class Saver:
     """Saves states: every `save_every` steps, by default by time; and when the run stops."""
 
     def __init__(self, setup: Setup, wrapped: Any, optimizer: Any, watcher: Watcher) -> None:
+        """`wrapped`: the `TrainingModel` of the run, as accelerate wraps it."""
         self._setup = setup
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._watcher = watcher
         self._saved_at = time.monotonic()
-        self._seconds = 0.0  # that the last save took
+        self._save_seconds = 0.0  # that the last save took
 
     def is_due(self, step: int) -> bool:
         """Whether to save after this step.
@@ -43,7 +44,7 @@ class Saver:
         if is_last:  # the trained weights are saved next
             return False
 
-        interval = max(STATE_SECONDS, STATE_SHARE * self._seconds)
+        interval = max(STATE_SECONDS, STATE_SHARE * self._save_seconds)
         is_time = time.monotonic() - self._saved_at >= interval
         return self._setup.accelerator.is_main_process and is_time
 
@@ -62,21 +63,23 @@ class Saver:
         Raises OutputError if it `stops` here.
 
         Args:
+            progress: How far the run is.
+            best: The weights with the lowest held-out loss; empty if nothing is held out.
             bookmark: Where the stream of text is; None if the data is no stream.
             unreadable_text: Whether the run stops since its text cannot be read.
+            stops: Whether the run stops here, for whatever reason.
         """
         setup = self._setup
         start = time.monotonic()
         stream = gather_object(positions_of(bookmark)) if bookmark else []
-        batch_size = setup.options.batch_size
-        assert batch_size is not None
         record = state_record(
             progress,
             setup.description,
-            batch_size,
+            setup.options.blocks_per_step,
             stream=stream,
             unreadable_text=unreadable_text,
         )
+
         keep = 2 if setup.options.save_every else 1
         try:
             setup.states.save(setup.accelerator, self._wrapped, self._optimizer, best, record, keep)
@@ -86,5 +89,5 @@ class Saver:
             self._watcher.warn(f"{error}. The run goes on")
 
         self._saved_at = time.monotonic()
-        self._seconds = self._saved_at - start
+        self._save_seconds = self._saved_at - start
         return setup.states.directory

@@ -79,8 +79,8 @@ class FinishedLayers:
     Attributes:
         count: Finished layers.
         errors: The error of each of them.
-        holds_out: Whether text is held out for the check, and so is no calibration text. A run that
-            continues another one takes the same text, whether or not it checks the result.
+        holds_out: Whether a part of the text is held out for the check instead of calibrated on. A
+            run that continues another one holds out the same, whether or not it checks the result.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FinishedLayers:
             except RefusedError:
                 if not overwrite:
                     raise
-        if not self.count:
+        if not self.count:  # what is there is of no use
             self.remove()
 
     def _continue(self) -> None:
