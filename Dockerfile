@@ -1,4 +1,4 @@
-# The commands, on a CPU: docker run --rm -v "$PWD:/work" gqa gqa-convert --groups 8 ./Llama-2-7b-hf
+# The commands, on a CPU: docker run --rm -v "$PWD:/work" gqa gqa-convert --kv-heads 2 examples/stdlib-mha
 # For a GPU build with --build-arg TORCH=https://download.pytorch.org/whl/cu128 and run with --gpus all.
 FROM python:3.11-slim
 

@@ -17,12 +17,12 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 
 # The first thing to type in a clone: an environment, a conversion, and what both models write.
 try: $(TRY)/.installed
-	$(TRY)/bin/gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha
+	$(TRY)/bin/gqa-convert --kv-heads 2 --method calibrated --overwrite examples/stdlib-mha
 	$(TRY)/bin/python examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated
 	@echo
 	@echo "Go on:  . $(TRY)/bin/activate"
-	@echo "        # Convert with the best method; docs/quickstart.md goes on from there:"
-	@echo "        gqa-convert --kv-heads 2 --method refined examples/stdlib-mha"
+	@echo "        # Convert with the default method, which is slower and better; docs/quickstart.md goes on from there:"
+	@echo "        gqa-convert --kv-heads 2 examples/stdlib-mha"
 	@echo "        # Or measure both models on text that they were not trained on:"
 	@echo "        gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout --tokens 20000 --recall"
 

@@ -13,13 +13,16 @@ A process that is killed by one of its limits writes nothing.
 """
 
 import json
+import math
 import sys
 from typing import Any
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the system kill this process after so many seconds of computing from now on. Windows has
-    no such limit: there the caller's clock alone stops it.
+    """Let the system kill this process after so many seconds of computing from now on.
+
+    The system counts whole seconds since the process began, so it may be up to one more. Windows
+    has no such limit: there the caller's clock alone stops it.
     """
     try:
         import resource
@@ -28,8 +31,8 @@ def limit_seconds(seconds: int) -> None:
 
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     spent = resource.getrusage(resource.RUSAGE_SELF)
-    whole = int(spent.ru_utime + spent.ru_stime) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (_lower(whole, hard), hard))
+    limit = math.ceil(spent.ru_utime + spent.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (_lower(limit, hard), hard))
 
 
 def limit_memory(added_bytes: int) -> None:
@@ -66,6 +69,7 @@ def _address_space(resource: Any) -> int:
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    import jinja2.sandbox  # noqa: F401 - else the first chat imports it, within its limit of time
     from transformers.utils.chat_template_utils import render_jinja_template
 
     settings = json.loads(sys.stdin.readline())

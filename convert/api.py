@@ -19,7 +19,7 @@ from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config, valid_groups
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods.table import DEFAULT
+from gqa.convert.methods.table import MEASURES_LAYERS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
@@ -73,7 +73,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     # Check plan and output before fetching weights and measuring layers.
     share = options.kv_budget
     heads = uneven_heads(checkpoint, share)
-    make_plan(checkpoint, heads, DEFAULT)  # the method that measures layers must fit the model too
+    make_plan(checkpoint, heads, MEASURES_LAYERS)  # which must fit the model too
     plan_to_check = _plan(checkpoint, heads, options)
     open_output(options, plan_to_check)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
-from gqa.convert.methods.table import DEFAULT, METHODS
+from gqa.convert.methods.table import DEFAULT, MEASURES_LAYERS, METHODS
 from gqa.core.errors import RefusedError, alternatives
 from gqa.core.options import (
     COUNT,
@@ -246,7 +246,7 @@ class ConvertOptions(Options):
 
         methods = [self.method]
         if self.kv_budget:
-            methods.append(DEFAULT)  # which measures layers
+            methods.append(MEASURES_LAYERS)
         refuse_unused(self, methods, f"--method {self.method}")
 
     def _data_states_tokens(self) -> bool:

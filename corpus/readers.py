@@ -31,7 +31,7 @@ class FileFormat(NamedTuple):
     """A kind of text file; `FORMATS` lists all.
 
     Attributes:
-        title: What errors and docs/uptraining.md call it.
+        title: What errors and docs/training-text.md call it.
         suffixes: Of the names of its files.
         read: The rows of a file, with some of its columns.
         text_columns: For the columns of these names that a file has, whether they have text, by
@@ -55,7 +55,7 @@ def file_format(path: Path) -> str | None:
 
 
 def allowed_files() -> str:
-    """The suffixes of all formats, as errors and docs/uptraining.md state them."""
+    """The suffixes of all formats, as errors and docs/training-text.md state them."""
     suffixes = chain.from_iterable(kind.suffixes for kind in FORMATS.values())
     compressed = [kind.title for kind in FORMATS.values() if kind.may_be_compressed]
     titles = f"{', '.join(compressed[:-1])} and {compressed[-1]}"

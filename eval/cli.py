@@ -12,13 +12,13 @@ from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\
 Examples:
-  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated \\
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined \\
       --data stdlib:heldout
-  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated \\
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined \\
       --data stdlib:heldout --kl --cache-bits 8,4 -o report
-  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --memory 1GB
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined --memory 1GB
   torchrun --nproc_per_node 8 -m gqa.eval examples/stdlib-mha \\
-      examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout
+      examples/stdlib-mha-gqa2-refined --data stdlib:heldout
 """
 
 

@@ -90,14 +90,14 @@ RUNS: dict[str, tuple[tuple[object, ...], list[str]]] = {
         ("-g", 1, "--method", "aligned", "--device", "cpu"),
         ["gqa-eval", "gqa-convert", "gqa-uptrain"],
     ),
-    "calibrated": (("-g", 2, *SHORT), ["gqa-convert"]),
+    "calibrated": (("-g", 2, "--method", "calibrated", *SHORT), ["gqa-convert"]),
     "refined": (("-g", 2, "--method", "refined", "--refine-steps", 1, *LITTLE), ["gqa-uptrain"]),
     "on little text": (
         ("-g", 2, "--method", "refined", "--refine-steps", 1, *SHORT),
         ["gqa-convert"],
     ),
     "unmeasured": (
-        ("-g", 2, "--no-check", "--seed", 1, *SHORT, "-o", "the output"),
+        ("-g", 2, "--method", "calibrated", "--no-check", "--seed", 1, *SHORT, "-o", "the output"),
         ["gqa-eval", "gqa-convert"],
     ),
     "by layer": (("-g", "1,4", "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
@@ -173,7 +173,7 @@ def test_the_commands_that_improve_the_result_do(
     monkeypatch.setattr(
         "gqa.convert.summary.relative_path", lambda directory, out: None
     )  # as with the user's name in it
-    done = run("it's a model", "-g", 2, *LITTLE, "-o", "elsewhere/out")
+    done = run("it's a model", "-g", 2, "--method", "calibrated", *LITTLE, "-o", "elsewhere/out")
     (words,) = advised(done)
     done = run(*words[1:], "--refine-steps", 1)
     assert done.code == 0, done.err

@@ -35,6 +35,8 @@ from gqa.core.errors import RefusedError
 from gqa.core.run_directory import RunDirectory
 from gqa.models.loading import load_model
 
+SHORT_REFINEMENT = ("--refine-steps", 2)  # of the default method
+
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_quality_is_that_of_the_written_model_beside_its_base_model(
@@ -84,7 +86,8 @@ def test_what_is_said_of_the_quality(
     """Of what is measured a line in the output, the record and the card; else the command that
     measures it.
     """
-    text, out = ("--tokens", 256, "--context", 16), tmp_path / "out"
+    text = ("--method", "calibrated", "--tokens", 256, "--context", 16)
+    out = tmp_path / "out"
 
     def convert(*words: object) -> checkpoints.Result:
         return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
@@ -145,7 +148,7 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
         tmp_path / "out",
         ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt"),
     )
-    done = checkpoints.run(model, "-g", 2, "-o", out, *text)
+    done = checkpoints.run(model, "-g", 2, *SHORT_REFINEMENT, "-o", out, *text)
     assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
     assert not {"next", "gqa-uptrain"} & {*done.out.split()}
     assert "Quality was not measured." in (out / "README.md").read_text()
@@ -160,6 +163,7 @@ def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
         small,
         "-g",
         2,
+        *SHORT_REFINEMENT,
         "--data",
         text,
         "--context",
@@ -197,7 +201,8 @@ def test_a_stopped_conversion_is_continued_without_its_check_and_has_the_same_la
 def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_checked(
     small: Path, tmp_path: Path, runs: Runs
 ) -> None:
-    words = (small, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    text = ("--context", 16, "--tokens", 256)
+    words = (small, "-g", 2, *SHORT_REFINEMENT, *text, "-o", tmp_path / "out")
     runs.run(*words, "--no-check", program="convert", before=[kill_conversion_after_a_layer])
     continued = checkpoints.run(*words)
     assert continued.code == 0, continued
@@ -213,7 +218,8 @@ def test_an_encoder_decoder_is_never_checked_and_never_blamed_for_it(
 ) -> None:
     """A conversion that goes on does not say that the one before had --no-check."""
     source = write_checkpoint(build(TINY["gqa_t5"], 4), tmp_path / "source")
-    words = (source, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    text = ("--context", 16, "--tokens", 256)
+    words = (source, "-g", 2, *SHORT_REFINEMENT, *text, "-o", tmp_path / "out")
     runs.run(*words, program="convert", before=[kill_conversion_after_a_layer])
     continued = checkpoints.run(*words)
     assert continued.code == 0, continued
@@ -429,7 +435,8 @@ def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     work = tmp_path / ".out.gqa-work"
     RunDirectory(work, "finished layers").claim()
     (work / "state.safetensors").write_text("garbage")
-    words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
+    text = ("--tokens", 256, "--context", 16)
+    words = (small, "-o", tmp_path / "out", "-g", 2, *SHORT_REFINEMENT, *text)
     done = checkpoints.run(*words)
     done.expect(2, says=f"{work / 'state.safetensors'} is damaged; start over with --overwrite")
     assert checkpoints.run(*words, "--overwrite").code == 0
@@ -462,8 +469,8 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
         patch.setattr(
             "gqa.convert.merge.calibrate_model.Calibrator", Mock(side_effect=RefusedError("no"))
         )
-        assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2
-    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])
+        assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *text).code == 2
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *text)
     assert "continues   after layer 2 of 2, where a run was stopped" in done.out + done.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

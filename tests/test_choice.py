@@ -29,7 +29,7 @@ HEADER = (
     "| `--method` | chooses the merge from | takes | heads of the result |\n|---|---|---|---|\n"
 )
 
-# Of tiny models: what the default says of those that it cannot convert, and which methods they
+# Of tiny models: what `calibrated` says of those that it cannot convert, and which methods they
 # allow.
 ALL = tuple(name for name, method in METHODS.items() if not method.is_control)
 POOLING = tuple(name for name in ALL if METHODS[name].reads == "nothing")
@@ -72,19 +72,26 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
     )
     if says:
         names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        check_refused(run("-g", 2, model), says, f"; use --method {names}\n")
-    else:
-        assert (
-            plan_conversion(model, 2).method_name
-            == ConvertOptions("m", kv_heads=2).method
-            == "calibrated"
-        )
+        refused = run("-g", 2, "--method", "calibrated", model)
+        check_refused(refused, says, f"; use --method {names}\n")
     if "aligned" not in allowed:
         says = says or "needs layers of attention and one MLP, but m"
         refused = run("-g", 2, "--method", "aligned", model)
         check_refused(refused, says if "align" in says else "", "; use --method first")
     unmerged = plan_conversion(model, 4)
     assert unmerged.method_name == "none", "nothing is refused where nothing is merged"
+
+
+@pytest.mark.parametrize("name", [name for name in ALLOWED if "refined" in ALLOWED[name][1]])
+def test_the_default_is_refined_where_the_model_allows_it(name: str, tmp_path: Path) -> None:
+    model = tiny(name, tmp_path / "m")
+    assert ConvertOptions("m", kv_heads=2).method == "refined"
+    assert plan_conversion(model, 2).method_name == "refined"
+
+
+def test_a_model_that_the_default_cannot_convert_is_refused_with_what_can(tmp_path: Path) -> None:
+    model = tiny("gemma3n_text", tmp_path / "m")
+    check_refused(run("-g", 2, model), "cannot be run layer by layer", "; use --method first or")
 
 
 def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path) -> None:
@@ -123,17 +130,17 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done = run("-g", 2, model)
     done.expect(3)
     assert done.out.count("\n") == 1
-    assert re.match(
-        r"estimate    about \d+ days on cpu; --method aligned reads only the weights and takes ",
-        done.out,
-    )
+    assert re.match(r"estimate    about \d+ days on cpu; --method calibrated takes ", done.out)
     assert "; --data takes less, because nothing is sampled\n" in done.err
     # The checkpoint has no tokenizer, and only the warning matters
     monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments, **options: None)
     assert run("-g", 2, "--data", "stdlib:train", model).err.endswith(
         "of memory; cpu has 1.0 MiB\n"
     )
-    done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
+    calibrated = ("-g", 2, "--method", "calibrated")
+    done = run(*calibrated, model)
+    assert re.match(r"estimate    about \d+ days on cpu; --method aligned takes about ", done.out)
+    done = run(*calibrated, tiny("mixtral", tmp_path / "experts"))  # does not allow `aligned`
     assert re.fullmatch(r"estimate    about \d+ days on cpu\n", done.out)
 
 

@@ -1,6 +1,7 @@
-"""docs/guide-7b.md: its commands, planned at the shapes of its models, fit the GPU that it names.
+"""docs/guide-7b.md and docs/guide-qwen.md: their commands, planned at the shapes of their models,
+fit the GPU that the guide names.
 
-The checkpoints are headers without weights; each command is the page's, with `--dry-run`.
+The checkpoints are headers without weights; each command is a page's, with `--dry-run`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from gqa.core import devices
 from gqa.uptrain.run_length import count_plain
 
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
+QWEN_PAGE = PAGE.with_name("guide-qwen.md")
+SUMS = PAGE.with_name("guide-numbers.md")
 GPU = 48 * 10**9  # bytes
 SMALL_GPU = 24 * 10**9
 LARGE_GPU = 80 * 10**9  # the one whose times are computed
@@ -46,9 +49,10 @@ QWEN = "Qwen2.5-7B"
 
 
 def commands_of(program: str, model: str = "") -> list[str]:
-    """The commands of the page that start a program, in any environment, for a model."""
-    lines = [words for words in commands(PAGE) if Path(words[0]).name == program]
-    assert lines, f"the page has no {program}"
+    """The commands of the pages that start a program, in any environment, for a model."""
+    both_pages = [*commands(PAGE), *commands(QWEN_PAGE)]
+    lines = [words for words in both_pages if Path(words[0]).name == program]
+    assert lines, f"the pages have no {program}"
     return [line for line in map(shlex.join, lines) if model in line]
 
 
@@ -206,6 +210,28 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
     assert above == activations + (4 + 4 + 8 + 2 + 2) * frequencies + (2 + 2) * head
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--train kv",
+        "--optimizer adafactor",
+        "",
+        "--train all --optimizer adafactor",
+        "--train all",
+    ],
+)
+def test_the_pages_say_what_other_options_need(
+    options: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"{commands_of('gqa-uptrain', LLAMA)[0]} {options}"
+    _, record = dry_run(command, models, monkeypatch)
+    row = f"`{options}`" if options else "the default"
+    gib = f"{record['memory'] / 2**30:.1f} GiB"
+    assert f"| {row} | {gib} |" in PAGE.read_text()
+    (sums,) = (line for line in SUMS.read_text().splitlines() if line.startswith(f"| {row} |"))
+    assert sums.endswith(f"| {gib} |")
+
+
 def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = f"{commands_of('gqa-uptrain')[0]} --train all"
     _, record = dry_run(command, models, monkeypatch)
@@ -222,7 +248,8 @@ def test_the_page_shows_what_a_dry_run_prints(
     free = int(FREE_SPACE_SHOWN * 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     lines, _ = dry_run(command, models, monkeypatch)
-    shown = [text for _, text in blocks(PAGE, "text") if text.splitlines()[0] in lines]
+    all_shown = [*blocks(PAGE, "text"), *blocks(QWEN_PAGE, "text")]
+    shown = [text for _, text in all_shown if text.splitlines()[0] in lines]
     assert len(shown) == 1
     left_out = "..."
     shown_lines = [line for line in shown[0].splitlines() if line != left_out]
@@ -256,7 +283,7 @@ def test_the_page_says_how_many_sequences_are_generated_at_once(models: Path) ->
     checkpoint = read_checkpoint(models / LLAMA)
     tokens = 2048
     several = max_sequences(checkpoint, tokens, torch.float16, LARGE_GPU - checkpoint.nbytes)
-    assert f"{several} sequences of {tokens:,} tokens" in one_line(PAGE)
+    assert f"{several} sequences of {tokens:,} tokens" in one_line(SUMS)
 
 
 def test_the_time_to_generate_is_that_of_the_measured_model_by_its_layers() -> None:
@@ -265,7 +292,7 @@ def test_the_time_to_generate_is_that_of_the_measured_model_by_its_layers() -> N
     """
     step = 7.1 / 255 * 32 / 24
     several = 46
-    page = one_line(PAGE)
+    page = one_line(SUMS)
     assert f"32 layers take {1000 * step:.0f} ms" in page
     assert f"about {round(several / step, -1):,.0f} tokens are generated per second" in page
     hours = [tokens * step / several / 3600 for tokens in (10e6, 100e6)]

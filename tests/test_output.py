@@ -270,7 +270,12 @@ CARDS: dict[str, tuple[str, str, str, bool]] = {
     "same class": ("llama", "-g 2 --method mean", "AutoModelForCausalLM", False),
     "no heads merged": ("llama", "-g 4", "AutoModelForCausalLM", False),
     "expanded": ("grouped", "-g 4", "AutoModelForCausalLM", False),
-    "measured": ("llama", "-g 2 --tokens 512 --context 64", "AutoModelForCausalLM", False),
+    "measured": (
+        "llama",
+        "-g 2 --refine-steps 2 --tokens 512 --context 64",
+        "AutoModelForCausalLM",
+        False,
+    ),
     "by layer": ("llama", "-g 1,2 --method mean", "AutoModelForCausalLM", True),
     "another class": ("gpt_neox", "-g 2 --method mean", "AutoModelForCausalLM", False),
     "encoder-decoder": ("t5", "-g 2 --method mean", "AutoModelForSeq2SeqLM", True),

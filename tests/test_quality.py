@@ -126,7 +126,14 @@ def test_what_is_calibrated_on_prose_still_reads_code(tmp_path: Path) -> None:
 def calibrated_on(data: str, out: Path, tokens: int = 4096) -> Path:
     """The example with 2 of 8 KV heads, calibrated on a little text."""
     gqa.convert_model(
-        SOURCE, kv_heads=2, data=data, tokens=tokens, output=out, check=False, quiet=True
+        SOURCE,
+        kv_heads=2,
+        method="calibrated",
+        data=data,
+        tokens=tokens,
+        output=out,
+        check=False,
+        quiet=True,
     )
     return out
 

@@ -93,6 +93,8 @@ def test_conversion_is_the_same_and_copies_them(
         words = [
             "--kv-heads",
             2,
+            "--refine-steps",
+            2,
             "--tokens",
             512,
             "--context",

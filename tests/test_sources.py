@@ -185,9 +185,9 @@ def test_words_that_name_no_split_are_no_splits(tmp_path: Path, names: tuple[str
 
 def test_the_page_of_data_names_every_kind_of_file() -> None:
     """In the words of the error."""
-    page = (ROOT / "docs/uptraining.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/training-text.md").read_text(encoding="utf-8")
     assert f"one of these kinds: {allowed_files()};" in page, (
-        f"docs/uptraining.md does not say that {allowed_files()} are read"
+        f"docs/training-text.md does not say that {allowed_files()} are read"
     )
 
 

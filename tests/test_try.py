@@ -83,7 +83,8 @@ def test_the_target_converts_and_shows_samples(gpu: bool, tmp_path: Path) -> Non
         text=True,
         check=True,
     )
-    assert "gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha\n" in done.stdout
+    quick = "--method calibrated --overwrite"
+    assert f"gqa-convert --kv-heads 2 {quick} examples/stdlib-mha\n" in done.stdout
     assert "examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated" in done.stdout
     assert ("whl/cpu" in done.stdout) is not gpu
     assert "hundreds of MB" in done.stdout

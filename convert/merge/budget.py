@@ -21,7 +21,7 @@ from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
-from gqa.convert.methods.table import DEFAULT
+from gqa.convert.methods.table import MEASURES_LAYERS
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
 from gqa.convert.recast.targets import recast_as_is
@@ -117,7 +117,7 @@ def heads_within(
     for groups in _counts(config):
         if groups == heads:
             continue
-        alone = make_plan(checkpoint, groups, DEFAULT)
+        alone = make_plan(checkpoint, groups, MEASURES_LAYERS)
         for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost
 

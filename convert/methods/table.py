@@ -24,4 +24,5 @@ _METHODS: tuple[Method, ...] = (
     Refined(),
 )
 METHODS = {method.name: method for method in _METHODS}
-DEFAULT = "calibrated"  # with --kv-budget also the method that measures layers
+DEFAULT = "refined"
+MEASURES_LAYERS = "calibrated"  # what --kv-budget asks how much a layer loses by fewer heads
