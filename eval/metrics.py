@@ -215,7 +215,7 @@ METRICS = (
         study_columns=(
             Column("nats/token", "{loss:.4f}"),
             Column("above base", "{loss_increase:+.4f}"),
-            Column("95% of the ratio", "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}"),
+            Column("95% of the ratio", "{perplexity_ratio_low:,.3f} - {perplexity_ratio_high:,.3f}"),
         ),
     ),
     Metric(
@@ -262,8 +262,8 @@ METRICS = (
         measure=_perplexity_ratio,
         keys=("ratio", "ratio_low", "ratio_high", "log_ratio", "log_ratio_error"),
         columns=(
-            Column("x baseline", "{ratio:.4g}"),
-            Column("95% interval", "{ratio_low:.4g} - {ratio_high:.4g}"),
+            Column("x baseline", "{ratio:,.3f}"),
+            Column("95% interval", "{ratio_low:,.3f} - {ratio_high:,.3f}"),
         ),
         row=(
             RowNumber("perplexity_ratio", "against_baseline.ratio"),
@@ -294,7 +294,7 @@ METRICS = (
         measure=_mean_kl,
         keys=("kl",),
         table="distributions",
-        columns=(Column("mean KL", "{kl[mean]:.4g} ± {kl[mean_error]:.1g}"),),
+        columns=(Column("mean KL", "{kl[mean]:.4f} ± {kl[mean_error]:.1g}"),),
         note="KL(baseline || model) in nats over the tokens that both have",
         row=(RowNumber("kl", "against_baseline.kl.mean"),),
         study_columns=(Column("KL", "{kl:.4f}"),),

@@ -30,7 +30,7 @@ class Column:
     """A column of a table of records.
 
     title: Its head.
-    show: A cell, as a format string for the entries of a record, like `{kl[mean]:.4g}`, or as a
+    show: A cell, as a format string for the entries of a record, like `{kl[mean]:.4f}`, or as a
         function of the record.
     """
 
