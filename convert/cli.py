@@ -144,17 +144,19 @@ def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
         faster_seconds, _ = estimate(plan, faster, options.maps_options)
         text += (
             f"; --method {faster.name} takes about {duration(faster_seconds)}, but loses more: "
-            f"SmolLM2-135M with 1 of 3 KV heads has a perplexity ratio of {faster.sample_ratio} "
-            f"({method.name}: {method.sample_ratio})"
+            f"on the example model, its perplexity ratio is {faster.example_ratio} "
+            f"({method.name}: {method.example_ratio})"
         )
     _say(text, options)
     _warn(_memory_warnings(plan, options, device, memory))
 
 
 def _faster_method(plan: Plan, method: Method) -> Method | None:
-    """The best of the methods that a model allows and that come before this one in the table."""
+    """The best of the methods that a model allows and that come before this one in the table,
+    without those that read nothing: their results are of no use without training.
+    """
     worse = itertools.takewhile(lambda other: other != method, plan.available_methods)
-    compared = [other for other in worse if other.sample_ratio]
+    compared = [other for other in worse if other.example_ratio and other.reads != "nothing"]
     return compared[-1] if compared else None
 
 

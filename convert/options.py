@@ -94,8 +94,9 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Tokens of calibration text in all. Sources share them equally; general beside others has "
-        "a quarter, at most 12,288. The tokens of self:TOKENS are added to this number.",
+        "Tokens of text in all; up to 8,192 of them measure the quality. Sources share them "
+        "equally; general beside others has a quarter, at most 12,288. The tokens of self:TOKENS "
+        "are added to this number.",
         tokens_type(),
         metavar="COUNT",
         methods="text",

@@ -215,7 +215,9 @@ METRICS = (
         study_columns=(
             Column("nats/token", "{loss:.4f}"),
             Column("above base", "{loss_increase:+.4f}"),
-            Column("95% of the ratio", "{perplexity_ratio_low:,.3f} - {perplexity_ratio_high:,.3f}"),
+            Column(
+                "95% of the ratio", "{perplexity_ratio_low:,.3f} - {perplexity_ratio_high:,.3f}"
+            ),
         ),
     ),
     Metric(

@@ -26,7 +26,8 @@ from gqa.models import loading
 
 PAGE = ROOT / "docs/methods.md"
 HEADER = (
-    "| `--method` | chooses the merge from | takes | heads of the result |\n|---|---|---|---|\n"
+    "| `--method` | chooses the merge from | takes | heads of the result "
+    "| ratio, example model, 8 → 2 heads |\n|---|---|---|---|---|\n"
 )
 
 # Of tiny models: what `calibrated` says of those that it cannot convert, and which methods they
@@ -45,7 +46,13 @@ ALLOWED = {
 def methods_page() -> str:
     """docs/methods.md with its table of methods written anew, the best first."""
     rows = [
-        (f"`{method.name}`", method.chooses_from, method.cost, method.result)
+        (
+            f"`{method.name}`",
+            method.chooses_from,
+            method.cost,
+            method.result,
+            method.example_ratio or "not measured",
+        )
         for method in reversed(METHODS.values())
     ]
     return with_table(PAGE.read_text(encoding="utf-8"), HEADER, rows)

@@ -92,9 +92,9 @@ class TrainOptions(Options):
     data: tuple[str, ...] = option(
         (),
         "Training text: a file, a directory, a glob, a hub dataset, stdlib:train (the source code "
-        "of Python's standard library), self (sampled from the teacher), self:TOKENS (that many "
-        "sampled tokens) or general (short documents that come with gqa). Repeat the option, or "
-        "separate sources by commas.  [default: self]",
+        "of Python's standard library), self (sampled from the teacher; not with other "
+        "sources), self:TOKENS (that many sampled tokens) or general (short documents that come "
+        "with gqa). Repeat the option, or separate sources by commas.  [default: self]",
         metavar="SOURCE[,...]",
         group=MAIN,
     )

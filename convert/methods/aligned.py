@@ -25,7 +25,7 @@ class Aligned(WeightsMethod):
     name = "aligned"
     cost = "seconds; for a 7B model minutes, or half an hour on two CPU cores"
     result = "merged in closed form, from the weights"
-    sample_ratio = "x12.2"
+    example_ratio = "x1.99"
     estimates_inputs = True
 
     def obstacle(

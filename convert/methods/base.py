@@ -30,8 +30,8 @@ class Method:
         through the model.
     cost, result: The time it takes, and what the heads of the result are, in words.
     settings: Which options it uses.
-    sample_ratio: Perplexity ratio of SmolLM2-135M-Instruct with 1 of 3 KV heads on WikiText-2
-        (docs/results.md), by which messages compare methods; empty if it is not recommended.
+    example_ratio: Perplexity ratio of the example model with 2 of 8 KV heads (docs/results.md), by
+        which messages and docs compare methods; empty if it was not measured.
     is_control: Whether it is for comparisons only, and never recommended.
     """
 
@@ -40,7 +40,7 @@ class Method:
     cost: ClassVar[str]
     result: ClassVar[str]
     settings: ClassVar[frozenset[Settings]] = frozenset()
-    sample_ratio: ClassVar[str] = ""
+    example_ratio: ClassVar[str] = ""
     is_control: ClassVar[bool] = False
 
     @property

@@ -20,7 +20,7 @@ class Calibrated(TextMethod):
     name = "calibrated"
     cost = "four forward passes over the text"
     result = "merged in closed form on text"
-    sample_ratio = "x2.10"
+    example_ratio = "x1.16"
 
     def fit(self, task: FitTask) -> FittedModule:
         from gqa.convert.merge.fit import fit_module

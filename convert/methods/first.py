@@ -12,6 +12,7 @@ class First(Method):
     name = "first"
     cost = "seconds"
     result = "the first of each group"
+    example_ratio = "x16.4"
 
     def pool(self, kv: int, groups: int) -> HeadMaps:
         return first_maps(kv, groups)

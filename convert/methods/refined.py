@@ -27,7 +27,7 @@ class Refined(TextMethod):
         "calibrated up to 1.3B parameters (measured), 12 times for 7B on a CPU (estimated)"
     )
     result = "trained layer by layer"
-    sample_ratio = "x1.71"
+    example_ratio = "x1.11"
     settings = TextMethod.settings | {"training"}
 
     def obstacle(
