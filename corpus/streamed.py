@@ -25,9 +25,11 @@ from gqa.corpus.tokens import LOSS_MASK, Block, encode_rows, nothing_counts
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
 
-# Position of a lane: the state of its data set, and the rest of the last document.
-State = dict[str, Any]
-Bookmark = tuple[list[int], list[State]]  # of each lane its next block, and its position
+# Where a lane is read on: "data", the state of its data set; "rest", the tokens of its last
+# document that are in no block yet; "counts", whether any token so far counts in the loss. Empty:
+# at the start. Never changed in place.
+LaneState = dict[str, Any]
+Bookmark = tuple[list[int], list[LaneState]]  # by lane: its next block, and where it is read on
 
 
 def positions_of(bookmark: Bookmark) -> list[Any]:
@@ -61,9 +63,9 @@ class StreamedBlocks:
         self._shards = source.n_shards
         most_lanes = min(self._shards, _LANES, batch)
         self.lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
-        # Of each lane: its next block, the position before it, and the blocks from there on.
+        # By lane: its next block, where it is read on for that block, and the blocks from there.
         self._numbers = [0] * self.lanes
-        self._states = [State()] * self.lanes
+        self._states = [LaneState()] * self.lanes
         self._blocks = [self._read(lane) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
@@ -85,7 +87,7 @@ class StreamedBlocks:
 
     @property
     def positions(self) -> list[Any]:
-        """The position of each lane, JSON-ready: its number, its next block, and its state."""
+        """`[lane, next block, state]` of each lane that this process has read, JSON-ready."""
         return positions_of(self.bookmark())
 
     def bookmark(self) -> Bookmark:
@@ -93,13 +95,18 @@ class StreamedBlocks:
         return [*self._numbers], [*self._states]
 
     def seek(self, positions: list[Any]) -> None:
-        """Continue each lane from its furthest position."""
+        """Read on from the `positions` of all processes of a run, taken after the same step.
+
+        If several have read a lane, from the furthest of theirs: no later step needs a block before
+        it.
+        """
+        # Sorted: the furthest of a lane comes last, and replaces the others.
         for lane, number, state in sorted(positions, key=lambda position: position[:2]):
             self._numbers[lane] = number
             self._states[lane] = state | {"rest": np.array(state.get("rest", ()), int)}
             self._blocks[lane] = self._read(lane)
 
-    def _read(self, lane: int) -> Iterator[tuple[Block, State]]:
+    def _read(self, lane: int) -> Iterator[tuple[Block, LaneState]]:
         """The blocks of a lane, each with the state after it."""
         part = self.source.shard(self.lanes, lane)
         state = self._states[lane]
@@ -115,9 +122,10 @@ class StreamedBlocks:
         if position:
             data.load_state_dict(position)
 
+        any_counts = bool(state.get("counts"))
+
         def documents() -> Iterator[Any]:
-            nonlocal position
-            any_counts = bool(position)  # else the run before would have ended
+            nonlocal any_counts, position
             first_epoch = position["epoch"] if position else 0
             for epoch in count(first_epoch):
                 data.set_epoch(epoch)
@@ -126,15 +134,24 @@ class StreamedBlocks:
                     any_counts = any_counts or any(row.get(LOSS_MASK, [True]))
                     yield tokens_of_row(row)
                 if position is not None and not any_counts:
-                    raise RefusedError(nothing_counts(part.spec))
+                    raise RefusedError(nothing_counts(self._name_of(lane)))
                 if position is None:
                     raise CorpusError(
-                        f"{part.spec} has no text to train on: it is empty, blank, or all held "
-                        "out; pass other text"
+                        f"{self._name_of(lane)} has no text to train on: it is empty, blank, or "
+                        "all held out; pass other text"
                     )
 
         for block, rest in pack(documents(), self._size, state.get("rest", ())):
-            yield block, {"data": position, "rest": rest}
+            yield block, {"data": position, "rest": rest, "counts": any_counts}
+
+    def _name_of(self, lane: int) -> str:
+        """The source; of several lanes, the files of it that this one reads."""
+        if self.lanes == 1:
+            return self.source.spec
+        return (
+            f"{self.source.spec} (of its {self._shards} files number {lane + 1} and each "
+            f"{self.lanes} later)"
+        )
 
     def _tokens(self, texts: list[str]) -> dict[str, list[Any]]:
         """Tokenize a batch of documents, without what is held out."""

@@ -223,7 +223,7 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
         Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how
     )
     text = replace(options.maps_options.text, repeats=False)
-    ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
+    ids = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
     tokens = [one.tokens for one in TextEncoder(tokenizer).encode([*source.texts()])]
     held = grams(block for block, _ in pack(tokens, 64))

@@ -47,7 +47,7 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(
     done = convert_checkpoint(source, 2, out, method=method, maps_options=options)
     quality, ids = (
         done.record["quality"],
-        options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED_TOKENS)[1],
+        options.text.blocks_and_heldout(read_checkpoint(source), "cpu", SILENT, CHECKED_TOKENS)[1],
     )
     assert quality["tokens"] == 15 * len(ids) == 15 * 512
     copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)

@@ -28,7 +28,7 @@ from support.training import PAIRS
 from torch import Tensor
 from transformers import M2M100Tokenizer
 
-import gqa.convert.merge.calibration_text as module
+import gqa.convert.merge.calibration_blocks as module
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
@@ -38,7 +38,7 @@ from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.core.console import SILENT
-from gqa.core.errors import RefusedError
+from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
@@ -65,7 +65,7 @@ def blocks(
     source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False
 ) -> Tensor:
     text = CalibrationText((source,), length * count, length, seed, repeats=repeats)
-    return text.split(read_checkpoint(SOURCE), "cpu", lambda tokens: None)[0]
+    return text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0]
 
 
 def test_no_more_is_tokenized_than_is_needed(tmp_path: Path, counted: Counted) -> None:
@@ -93,8 +93,8 @@ def test_held_out_blocks_are_others(
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(numbers))))
     spec = str(tmp_path / "text.txt") if numbers else "self"
     text = CalibrationText((spec,), LENGTH * 16, LENGTH, repeats=False)
-    fitted, others = text.split(read_checkpoint(SOURCE), "cpu", SILENT, LENGTH * 4)
-    whole = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0]
+    fitted, others = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT, LENGTH * 4)
+    whole = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0]
     assert len(others) == (held or (len(fitted) + len(others)) // 8) > 0
     rows = [{tuple(row) for row in part.tolist()} for part in (fitted, others, whole)]
     assert not rows[0] & rows[1]
@@ -168,12 +168,12 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
     bring_class(model := copy_source(tmp_path))
     for trusted in (True, False):
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
-        found = text.split(read_checkpoint(model), "cpu", SILENT)[0]
+        found = text.blocks_and_heldout(read_checkpoint(model), "cpu", SILENT)[0]
         assert bool((found[:, 1:] == 7).all()) is trusted
 
 
 def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
-    """In blocks, of one source or of several; enough is not."""
+    """In blocks, of each source by itself; enough is not."""
     source, recorder, pieces = written(tmp_path, 1), Recorder(), blocks(written(tmp_path, 1), 99)
     for sources, count in (
         ((source,), 99),
@@ -187,8 +187,30 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     asked = f"blocks of {LENGTH} tokens that calibration asks for; pass more text with --data"
     assert recorder.warnings == [
         f"{source} has only {len(pieces)} of the 99 {asked}",
-        f"{source}, self:plain have only {len(pieces) + 99} of the 198 {asked}",
+        f"{source} has only {len(pieces)} of the 99 {asked}",
     ]
+
+
+def test_held_out_blocks_of_one_source_do_not_hide_that_another_is_short(tmp_path: Path) -> None:
+    recorder = Recorder()
+    (tmp_path / "long.txt").write_text(" ".join(map(str, range(9000))))
+    (tmp_path / "short.txt").write_text(" ".join("abcdefghijklmnopqrstuvwxyz"))
+    sources = (str(tmp_path / "long.txt"), str(tmp_path / "short.txt"))
+    text = CalibrationText(sources, 2 * 16 * LENGTH, LENGTH, repeats=False)
+
+    text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", recorder, 16 * LENGTH)
+
+    (warning,) = recorder.warnings
+    assert warning.startswith(f"{sources[1]} has only ")
+    assert " of the 16 blocks " in warning
+
+
+def test_a_file_of_separators_is_refused_before_a_conversion_starts(tmp_path: Path) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_text("%%%\n%%%\n")
+    text = CalibrationText((str(file),), separator="%%%")
+    with pytest.raises(CorpusError, match="holds no text"):
+        text.check_sources(read_checkpoint(SOURCE))
 
 
 def test_layers_are_measured_on_text_that_the_verdict_leaves(
@@ -210,14 +232,16 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
         options = MapsOptions(text=text, device="cpu", check=True)
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
         fitted, measured = calls[-1]
-        scored = text.split(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED_TOKENS)[1]
+        scored = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED_TOKENS)[1]
         rows = [{tuple(row) for row in part.tolist()} for part in (fitted, measured, scored)]
         is_short = count == 3
         assert len(fitted) == (2 if is_short else 16)
         assert len(measured) == (1 if is_short else 4)
         assert len(scored) > 0
         assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
-    numbered = Mock(split=Mock(return_value=(torch.arange(40)[:, None].expand(-1, LENGTH), None)))
+    numbered = Mock(
+        blocks_and_heldout=Mock(return_value=(torch.arange(40)[:, None].expand(-1, LENGTH), None))
+    )
     budget.heads_within(read_checkpoint(SOURCE), 0.5, MapsOptions(text=numbered, device="cpu"))
     assert [int((part[:, 0] < 20).sum()) for part in calls[-1]] == [8, 2]
     options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")

@@ -37,6 +37,7 @@ from support.training import Runs, difference, losses, material, training_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
+from gqa.core.errors import RefusedError
 from gqa.corpus.blocks import Blocks, with_repeats
 from gqa.corpus.chats import Chat
 from gqa.corpus.encoders import Encoders, HarnessEncoder
@@ -250,11 +251,29 @@ def test_a_stream_of_chats_is_packed_as_stored_ones(chats: Path, assistant_only_
         assert np.array_equal(again[11]["loss_mask"], stored[11]["loss_mask"])
 
 
+def test_a_stream_in_which_nothing_counts_is_refused_after_a_stop_too(tmp_path: Path) -> None:
+    """Whether it was stopped in its first pass or not."""
+    asked = [[{"role": "user", "content": f"question {number}"}] for number in range(40)]
+    source = parse_source(str(write_chats(tmp_path / "chats.jsonl", *asked)))
+    encoders = Encoders(with_template(CHATML), "m", assistant_only_loss=True)
+
+    def stream() -> StreamedBlocks:
+        return StreamedBlocks(source, encoders.chats, block_size=SIZE, heldout=HeldoutDocuments())
+
+    before = stream()
+    assert len(before[0]["input_ids"]) == SIZE
+    continued = stream()
+    continued.seek(json.loads(json.dumps(before.positions)))
+    for blocks in (before, continued):
+        with pytest.raises(RefusedError, match="has an assistant turn"):
+            blocks[1000]
+
+
 def test_calibration_reads_the_tokens_that_training_reads(chats: Path, tmp_path: Path) -> None:
     model = chat_model(tmp_path, CHATML)
     text = CalibrationText((str(chats),), SIZE * 1000, SIZE, repeats=False)
 
-    blocks, _ = text.split(read_checkpoint(model), "cpu", SILENT)
+    blocks, _ = text.blocks_and_heldout(read_checkpoint(model), "cpu", SILENT)
 
     of_text = {"assistant_only_loss": False, "heldout": "stdlib:heldout"}
     trained = joined(opened(chats, **of_text), "input_ids")

@@ -82,7 +82,9 @@ def test_its_share_of_the_tokens(
 def calibration(source: Path, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
     """Blocks, and those that are held out, of 16 blocks of text."""
     text = CalibrationText(tokens=16 * 64, length=64, **options)
-    blocks, heldout = text.split(read_checkpoint(source), "cpu", SILENT, heldout_tokens=128)
+    blocks, heldout = text.blocks_and_heldout(
+        read_checkpoint(source), "cpu", SILENT, heldout_tokens=128
+    )
     return blocks.tolist(), heldout.tolist()
 
 

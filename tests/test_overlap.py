@@ -15,7 +15,8 @@ from support.embedded import SOURCE
 from support.patches import use_data_cache
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.calibration_text import COPY_TOKENS, without_copies
+from gqa.convert.merge.calibration_blocks import COPY_TOKENS, without_copies
+from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT, Watcher
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.passages import LENGTH, Passages, letters_of
@@ -197,7 +198,7 @@ def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
     )
     options = AblateOptions(Path("study"), "m", data=(str(data),), calibration_context=64, **case)
     text = replace(options.maps_options.text, repeats=False)
-    ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
+    ids = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     trained = runs_of(tokenizer.decode(ids.flatten()))
     part = parse_source(str(data)).part(0.2)
     held = HELD if "heldout" in case else [*part.texts()]
@@ -229,3 +230,26 @@ def test_the_quality_check_leaves_out_blocks_that_are_calibration_text() -> None
         "calibration text; they are left out"
     ]
     assert len(without_copies(other[:, : COPY_TOKENS - 1], blocks, "x", watcher)) == 6
+
+
+def test_held_out_blocks_are_no_calibration_text_of_another_source(tmp_path: Path) -> None:
+    """A file that is also a part of another one."""
+    watcher = Remembering()
+    numbers = " ".join(map(str, range(4000)))
+    words = "as before and after it " * 100
+    small = tmp_path / "small.txt"
+    whole = tmp_path / "whole.txt"
+    small.write_text(numbers)
+    whole.write_text(f"{words}{numbers} {words}")
+    checkpoint = read_checkpoint(SOURCE)
+
+    def heldout(*paths: Path) -> int:
+        sources = tuple(map(str, paths))
+        text = CalibrationText(sources, 64 * 1000 * len(paths), 64, repeats=False)
+        return len(text.blocks_and_heldout(checkpoint, "cpu", watcher, 64 * 4)[1])
+
+    assert heldout(small) > 0
+    watcher.warnings.clear()
+    assert heldout(small, whole) == 0
+    copied = [text for text in watcher.warnings if "also occur in the calibration text" in text]
+    assert len(copied) == 2

@@ -163,7 +163,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
     source = read_checkpoint(SOURCE)
 
     def calibrated() -> list[bytes]:
-        return [row.numpy().tobytes() for row in text.split(source, "cpu", SILENT)[0]]
+        return [row.numpy().tobytes() for row in text.blocks_and_heldout(source, "cpu", SILENT)[0]]
 
     def trained() -> list[bytes]:
         options = TrainOptions(

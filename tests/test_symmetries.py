@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.head_maps import HeadMaps
 from gqa.convert.heads.families.table import FAMILIES
-from gqa.convert.heads.family import Rotary, Symmetry
+from gqa.convert.heads.family import Conv1D, Rotary, Separate, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.input_moments import norm_gain
@@ -425,3 +425,8 @@ def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
     assert relative(logits(tiny, load(tiny, directory), inputs(tiny)), expected) < SAME
     out = convert_checkpoint(directory, 2, tmp_path / "out", method="procrustes").out
     assert relative(logits(tiny, load(tiny, out), inputs(tiny)), expected) < RECOVERED
+
+
+def test_matrices_that_are_stored_the_other_way_round_are_so_for_queries_too() -> None:
+    layouts = [rule.layout for rule in Symmetry(transposed=True).rules]
+    assert layouts == [Conv1D(Separate("query")), Conv1D(Separate("output", axis=1))]

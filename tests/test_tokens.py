@@ -378,7 +378,10 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
     assert stream(batch_size=64).summary == "a stream of many (17 files, 16 at a time)"
     for number in (1, 5, 9, 13):
         lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
-    with pytest.raises(CorpusError, match=r"many has no text to train on: it is empty, blank"):
+    with pytest.raises(
+        CorpusError,
+        match=r"number 2 and each 4 later\) has no text to train on: it is empty, blank",
+    ):
         steps(stream(), 0, 1)
 
 

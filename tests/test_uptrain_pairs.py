@@ -186,6 +186,15 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_of_pairs_that_are_cut_those_count_that_are_trained_on(tmp_path: Path) -> None:
+    """Three tokens a side cut every pair, of which two are trained on; 1,000 cut none."""
+    few = PAIRS | {"batch_size": 1, "steps": 2}
+    for context, ending in ((3, "; 2 are cut to 3 a side"), (1000, " tokens on average")):
+        data = prepare(options("marian", tmp_path / "out", **few | {"context": context})).dataloader
+        assert data.summary.endswith(ending)
+
+
+@pytest.mark.usefixtures("alone")
 def test_tokens_of_pairs_are_counted(tmp_path: Path) -> None:
     """Not estimated from a mean: those of both sides of every pair that is trained on, with special
     tokens.

@@ -29,6 +29,7 @@ from support.faults import (
     note_seeks,
     set_losses,
     shard,
+    states_cannot_be_removed,
     stop_while_sampling,
 )
 from support.training import Runs, Step, difference, losses, metrics, shared_runs, state_files
@@ -417,6 +418,16 @@ def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
     assert "warning: the state of step 4 could not be saved in" in done.err
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
+
+
+def test_a_state_is_saved_although_an_older_one_cannot_be_removed(
+    runs: Runs, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = saving(runs, out, save_every=1, keep_state=True)
+    done = runs.finish(*words, before=[states_cannot_be_removed])
+    assert "could not be saved" not in done.err
+    assert len([*Path(f"{out}-state").glob("step-*")]) == STEPS
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:

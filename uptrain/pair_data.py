@@ -74,9 +74,11 @@ class PairDataBuilder:
     def _generated(self) -> Dataloader:
         """Pairs that the teacher writes; held-out text that is named has spans left out."""
         loader = self.text.build()
+        # The pairs that were generated for it, unless --heldout names text.
         make_heldout = self._corrupt if self.options.heldout else _split
         heldout = _numbered(make_heldout, loader.heldout_blocks)
 
+        # Lengths of the blocks to train on; each has two sides, padded with -1 (`_split`).
         count = loader.steps * loader.options.blocks_per_step
         lengths = list[int]()
         for number in range(loader.first, loader.first + count):
@@ -99,23 +101,11 @@ class PairDataBuilder:
         table = tokenize_pairs(sources, self.encoder)
         tokens = self._tokens_of_sides(table)
         mean = float(np.minimum(tokens, size).sum(0).mean())
-        counted = self._in_pairs(mean, len(table))
-
-        named = heldout_sources(options)
-        if named:
-            heldout_table = tokenize_pairs(named, self.encoder)
-            heldout = HeldoutDocuments({bytes(digest): 0 for digest in heldout_table.digests})
-            numbers = np.arange(len(heldout_table))
-        else:
-            heldout_table = table
-            heldout = HeldoutDocuments(hold_back(table, count_held_back(counted, table)))
-            numbers = np.flatnonzero(heldout.lengths(table) == 0)
-        n_heldout = min(counted.heldout_tokens, len(numbers))
-        numbers = numbers[np.linspace(0, len(numbers) - 1, n_heldout).astype(int)]
-        heldout_pairs = PairBlocks(heldout_table, numbers, self.encoder, size)
+        in_pairs = self._in_pairs(mean, len(table))
+        heldout, heldout_pairs = self._heldout_pairs(table, in_pairs, size)
 
         overlap = None
-        if n_heldout:
+        if heldout_pairs:
             encoders = self.text.encoders
             exclusion = passages_to_exclude(options, sources, heldout, encoders)
             overlap = find_overlap(sources, exclusion, heldout, encoders)
@@ -124,11 +114,11 @@ class PairDataBuilder:
                 table = tokenize_pairs(remaining, self.encoder)
                 tokens = self._tokens_of_sides(table)
 
-        lengths = heldout.lengths(table)
+        lengths = heldout.lengths(table)  # (D,): 1 of a pair to train on, 0 of one held out
         available = int(lengths.sum())
-        n_blocks = count_blocks(counted, available)
-        steps = count_steps(n_blocks, counted)
-        trained = steps * counted.blocks_per_step
+        n_blocks = count_blocks(in_pairs, available)
+        steps = count_steps(n_blocks, in_pairs)
+        trained = steps * in_pairs.blocks_per_step
         distinct = min(trained, available)
         order = reading_order(table, lengths, n_blocks, options.seed)
 
@@ -138,20 +128,44 @@ class PairDataBuilder:
         )
         if trained > available:
             summary += f", read {trained / available:.2f} times, each time in another order"
-        n_cut = int((tokens > size).any(0).sum())
+        longest = tokens.max(0)[np.unique(order[:trained])]
+        n_cut = int((longest > size).sum())
         if n_cut:
-            summary += f"; {n_cut:,} are cut to {size} a side"
+            are = "is" if n_cut == 1 else "are"
+            summary += f"; {n_cut:,} {are} cut to {size} a side"
 
         return Dataloader(
-            replace(options, context=size, batch_size=counted.batch_size),
+            replace(options, context=size, batch_size=in_pairs.batch_size),
             PairBlocks(table, order, self.encoder, size),
             steps,
             table.fingerprint,
             summary,
-            [heldout_pairs[number] for number in range(n_heldout)],
+            heldout_pairs,
             pair_tokens=np.minimum(tokens, size).sum(0)[order],
             overlap=overlap,
         )
+
+    def _heldout_pairs(
+        self, table: Documents, in_pairs: TrainOptions, size: int
+    ) -> tuple[HeldoutDocuments, list[Block]]:
+        """The pairs that training skips, and some of them, evenly spaced, that measure it.
+
+        They are those of the named sources, else pairs of the table by the order of their hashes.
+        """
+        named = heldout_sources(self.options)
+        if named:
+            heldout_table = tokenize_pairs(named, self.encoder)
+            heldout = HeldoutDocuments({bytes(digest): 0 for digest in heldout_table.digests})
+            numbers = np.arange(len(heldout_table))
+        else:
+            heldout_table = table
+            heldout = HeldoutDocuments(hold_back(table, count_held_back(in_pairs, table)))
+            numbers = np.flatnonzero(heldout.lengths(table) == 0)
+
+        count = min(in_pairs.heldout_tokens, len(numbers))  # of pairs (`_in_pairs`)
+        picked = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
+        pairs = PairBlocks(heldout_table, picked, self.encoder, size)
+        return heldout, [pairs[number] for number in range(count)]
 
     def _tokens_of_sides(self, table: Documents) -> Ints:
         """(2, D) tokens of the sources and of the targets, with special tokens."""

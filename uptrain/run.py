@@ -57,7 +57,7 @@ def _look_again(run: Run) -> Run:
     run of the same command may have saved one, or ended, since it was prepared. Raises
     RefusedError.
     """
-    start = from_main(lambda: run.states.start(run.description))
+    start = from_main(lambda: run.states.state_to_continue(run.description))
     on_main(run.open_output)  # checks it: the other run may have written it
     if start is None and run.start is not None:
         raise RefusedError(

@@ -203,7 +203,7 @@ def open_run(
         states = find_states(out, description)
     else:
         states = States(states_directory(out), out)
-    start = from_main(lambda: states.start(description))
+    start = from_main(lambda: states.state_to_continue(description))
     return Run(
         options=options,
         out=out,

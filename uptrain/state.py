@@ -138,7 +138,7 @@ class States:
             path = next(reversed(self.complete()), None)
         return None if path is None else State.read(path)
 
-    def start(self, description: dict[str, Any]) -> State | None:
+    def state_to_continue(self, description: dict[str, Any]) -> State | None:
         """The newest state, from which a run continues; None if it begins anew.
 
         Without --overwrite:
@@ -161,15 +161,15 @@ class States:
         if state is None:
             return None
 
-        before = state.record
         changed = _changes(description, state)
-        # The failed run may have advised --overwrite, for what is at OUT: its trained weights are
-        # what is written.
-        begins_anew = not before["overwrite"] and not state.is_trained
-        if description["overwrite"] and (changed or begins_anew):
-            return None
+        if description["overwrite"]:
+            # A repeated command continues what it has begun. And the run that failed may have
+            # advised --overwrite for what is at OUT: then its trained weights are written.
+            continues = state.record["overwrite"] or state.is_trained
+            return state if continues and not changed else None
 
         if changed:
+            before = state.record
             command = "the same options"
             if before["argv"] and description["argv"]:
                 command = command_of(before)
@@ -204,8 +204,6 @@ class States:
                 write_record(work, record)
                 publish(work)
                 self._register()
-                for old in self.complete()[:-keep]:
-                    remove_state(old)
         # torch has errors of its own for files
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(work, ignore_errors=True)
@@ -213,6 +211,12 @@ class States:
                 f"the state of step {record['step']} could not be saved in {self.directory} "
                 f"({reason_of(error)}); {self.remains()}"
             ) from error
+
+        if accelerator.is_main_process:
+            for old in self.complete()[:-keep]:
+                # The new state is complete: an older one that cannot be removed does no harm.
+                with suppress(OSError):
+                    remove_state(old)
 
     def save_trained(
         self, write: Callable[[Path], None], record: dict[str, Any], size: int, result_size: int
@@ -234,13 +238,13 @@ class States:
                 shutil.rmtree(work, ignore_errors=True)
                 reasons.append(f"{place}: {error.strerror or explain(error)}")
                 continue
-            self._register()
+            self._register()  # again: before, there may have been no directory to point to
             return State(path, record)
         raise OutputError(f"the trained weights could not be saved ({'; '.join(reasons)})")
 
     def _places_to_write(self, size: int, result_size: int) -> list[Path]:
-        """Where `trained` may be written, the best first: with room for it, and on the disk of the
-        output also for the result.
+        """All places where `trained` may be written, those with room for it first: on the disk of
+        the output also for the result. The others are tried too, as the room is an estimate.
         """
         output_disk = existing_parent(self.output).stat().st_dev
 
@@ -248,10 +252,12 @@ class States:
             result = result_size if place.stat().st_dev == output_disk else 0
             return shutil.disk_usage(place).free >= size + result
 
-        return sorted(self._directory_and_entry(), key=lambda place: not has_room(place))
+        return sorted(self._make_places(), key=lambda place: not has_room(place))
 
-    def _directory_and_entry(self) -> list[Path]:
-        """The directory next to the output, and the entry on a shelf, if one can be made."""
+    def _make_places(self) -> list[Path]:
+        """The directory next to the output, and the entry of this run on a shelf, which is made, if
+        one can be.
+        """
         entry = self._register()
         return [self.directory] if entry is None else [self.directory, entry]
 
@@ -261,7 +267,7 @@ class States:
         """
         place_of_output = existing_parent(self.output)
         output_disk = place_of_output.stat().st_dev
-        places = self._directory_and_entry()
+        places = self._make_places()
 
         # One place on each disk
         disks = dict[int, Path]()
@@ -271,8 +277,8 @@ class States:
         disks_of_weights = {place.stat().st_dev for place in places}
         free = {disk: shutil.disk_usage(place).free for disk, place in disks.items()}
 
-        for entry in places[1:]:
-            if not self.complete():  # nothing to be found yet
+        if not self.complete():  # nothing yet that another run could find: it was made to look
+            for entry in places[1:]:
                 shelves.remove_entry(entry)
 
         left = dict(free)  # once the result is written
@@ -394,6 +400,6 @@ def _find_states(output: Path, description: dict[str, Any]) -> States:
             continue
         other = States(elsewhere, output, here.fingerprint)
         with suppress(RefusedError):  # damaged: it is refused for the output that it belongs to
-            if other.start(description):
+            if other.state_to_continue(description):
                 return other
     return here

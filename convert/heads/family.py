@@ -1,9 +1,9 @@
-"""How an architecture stores and counts its attention heads, and how they can be changed without
+r"""How an architecture stores and counts its attention heads, and how they can be changed without
 changing the model.
 
       MHA  G = H            GQA  1 < G < H          MQA  G = 1
     q q q q q q q q       q q q q q q q q       q q q q q q q q      query head i reads KV head
-    | | | | | | | |        \\| |/   \\| |/         \\ \\ \\| |/ / /       i // (H // G): contiguous
+    | | | | | | | |        \| |/   \| |/         \ \ \| |/ / /       i // (H // G): contiguous
     k k k k k k k k         k       k                 k              groups, in every runtime
 
 A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of
@@ -252,13 +252,13 @@ class Rule:
     projection: bool = True
     when: tuple[str, Any] | None = None
 
-    def matches(self, tail: str, text: Any) -> bool:
+    def matches(self, tail: str, config: Any) -> bool:
         """Whether the rule applies to the tensor `tail`, its name below the module, of a model with
         this config.
         """
         if self.when is not None:
             key, value = self.when
-            if getattr(text, key, None) != value:
+            if getattr(config, key, None) != value:
                 return False
         return tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
 
@@ -339,7 +339,7 @@ class Symmetry:
         pairing: Which two dimensions make a rotated pair (`Rotary`).
         query: The name of W_Q, which absorbs the inverse map; None if fused with keys and values.
         output: The name of W_O, which absorbs it, too.
-        transposed: Whether W_Q and W_O are stored (in, out).
+        transposed: Whether the layer's matrices (W_Q, W_O, its MLP) are stored (in, out).
         norms: Possible names, below the layer, of the norm whose output attention reads; empty if
             it reads the residual stream.
         one_plus: Whether that norm's gain is 1 + the weight.
@@ -370,14 +370,14 @@ class Symmetry:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """Rules of the tensors beside keys and values that change with heads."""
-        columns: Layout = Separate("output", axis=1)
+        query: Layout = Separate("query")
+        output: Layout = Separate("output", axis=1)
         if self.transposed:
-            columns = Conv1D(columns)
-        output = Rule(self.output, columns)
+            query = Conv1D(query)
+            output = Conv1D(output)
 
-        if self.query is None:
-            return (output, *self.per_query)
-        return (Rule(self.query, Separate("query")), output, *self.per_query)
+        rules = (Rule(self.output, output), *self.per_query)
+        return rules if self.query is None else (Rule(self.query, query), *rules)
 
     def can_align_keys(self, config: Any) -> bool:
         """Whether keys can be aligned in a model with this config."""
@@ -399,7 +399,9 @@ class Symmetry:
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
         """RoPE of a layer with heads of `dim` numbers.
 
-        Some types choose frequencies by the `length` of the text.
+        Frequencies are empty if keys are not aligned, for which alone they are needed. `length`:
+        tokens of the text, by which dynamic RoPE chooses them. Raises ValueError for an impossible
+        share of rotated dimensions.
         """
         parameters, _ = _rope_parameters(config, layer)
         if not self._has_rotary(config, layer) or parameters is None:

@@ -103,7 +103,7 @@ def heads_within(
 
     # 1. The text, without the blocks on which the result is compared with the base model.
     heldout_tokens = CHECKED_TOKENS if options.check else 0
-    blocks, _ = options.text.split(checkpoint, options.device, watcher, heldout_tokens)
+    blocks, _ = options.text.blocks_and_heldout(checkpoint, options.device, watcher, heldout_tokens)
     if len(blocks) < 2:
         raise RefusedError(
             f"{', '.join(options.text.sources)} gives only one block of {options.text.length} "

@@ -54,7 +54,8 @@ class Calibrator:
     def run(self, index: int) -> list[FittedModule]:
         """Fit the attention modules of layer `index`, and take all hidden states through it.
 
-        Returns an empty list for a layer whose heads stay as they are.
+        Returns an empty list for a layer whose heads stay as they are. Raises LayerwiseError, and
+        RefusedError for NaN or Inf.
         """
         pair = self.pair
         base_layer = pair.base_model.load(index)
@@ -67,16 +68,17 @@ class Calibrator:
         attentions = [base_layer.attention(module.path) for module in modules]
         weights = position_weights(self.text.converted.hidden, self.text.converted.is_text)
 
-        # Observe: the base model's hidden states go through its layer, and what its attention adds
-        # to them becomes the target of the converted attention.
+        # 1. Observe: the base model's hidden states go through its layer, and what its attention
+        # adds to them becomes the target of the converted attention.
         scale = self._residual_scale(base_layer, attentions)
-        targets = self._first_targets(len(modules), scale)
+        targets = self._first_targets(len(modules), scale)  # of the states before this layer
         for rows, outputs in base_layer.advance_and_observe(self.text.base, attentions):
             for target, output in zip(targets, outputs, strict=True):
                 # The target of the first module has the drift already (`_first_targets`).
                 target[rows] += output.to(target.device)
         self._advance_other_texts(base_layer)
 
+        # 2. Fit: module after module, in the order of execution.
         results = []
         for number, module in enumerate(modules):
             task = FitTask(
@@ -101,7 +103,7 @@ class Calibrator:
                 if scale is not None:
                     self._hand_on_errors(task, targets[number + 1])
 
-        # Advance: the converted model's hidden states go through the layer that it now has.
+        # 3. Advance: the converted model's hidden states go through the layer that it now has.
         pair.converted_model.advance(converted_layer)
         pair.base_model.release(index)
         pair.converted_model.release(index)
@@ -136,6 +138,9 @@ class Calibrator:
             next_target[capture.rows] += task.targets[capture.rows] - attended
 
     def _residual_scale(self, base_layer: Layer, attentions: list[Attention]) -> float | None:
+        """The factor with which the layer adds attention to the residual stream; None if it does
+        not simply add it (`residual_scale`).
+        """
         config = self.pair.plan.config.text
         multiplier = float(getattr(config, "residual_multiplier", None) or 1.0)
         return residual_scale(base_layer, attentions, self.text.base, multiplier)

@@ -1,5 +1,5 @@
-"""The text that a model is calibrated on: where it comes from, its blocks, and other blocks of it
-that measure the result. Imports no torch.
+"""The text that a model is calibrated on: where it comes from, and its share of each source. Blocks
+of text that is read are made in calibration_blocks.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from gqa.convert.merge.calibration_blocks import read_blocks, without_copies
 from gqa.core.console import Watcher
 from gqa.core.errors import RefusedError
 from gqa.corpus.exclusion import Exclusion
@@ -29,18 +30,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
-    from gqa.corpus.encoders import Encoder
     from gqa.corpus.tokens import Ints
 
-_CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
-COPY_TOKENS = 13  # tokens in a row that show that text is the same
-_COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
-_HELDOUT_SHARE = 8  # of short text one block in so many is held out
-# The same of self-generated text: all that the default holds out is of it.
-_HELDOUT_SHARE_OF_SELF = 6
-# Tokens of `general` beside other sources: a quarter of all, and no more than every tokenizer makes
-# of its documents.
-_GENERAL_SHARE = 4
+# Blocks of self-generated text of which one is held out. They are more than of other text, since
+# the default holds out no other.
+_SELF_HELDOUT_ONE_IN = 6
+# Beside other sources `general` is one token in so many, and no more than every tokenizer makes of
+# its documents.
+_GENERAL_ONE_IN = 4
 _MOST_GENERAL = 12_288
 
 
@@ -96,14 +93,15 @@ class CalibrationText:
         if config.is_encoder_decoder:
             self._check_length(checkpoint, config)
             inputs = self._pairs(checkpoint, device, watcher)
-            self._warn_of_short_text(len(inputs["input_ids"]), "pairs", watcher)
+            self._warn_of_few_pairs(len(inputs["input_ids"]), watcher)
             return inputs, None
 
-        blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout_tokens)
-        self._warn_of_short_text(len(blocks) + len(heldout_blocks), "blocks", watcher)
+        blocks, heldout_blocks = self.blocks_and_heldout(
+            checkpoint, device, watcher, heldout_tokens
+        )
         return {"input_ids": blocks}, heldout_blocks
 
-    def split(
+    def blocks_and_heldout(
         self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
         """The text of a decoder, and held-out text.
@@ -127,6 +125,8 @@ class CalibrationText:
             )
 
         shares = self._shares_of(checkpoint)
+        # What measures the quality is text of the kind that the user named, or that the model
+        # writes. `general` does so only if there is nothing else.
         measured = {source for source, _ in shares if source != GENERAL} or {GENERAL}
         measured_tokens = sum(tokens for source, tokens in shares if source in measured)
         parts = []
@@ -142,14 +142,23 @@ class CalibrationText:
                 )
             else:
                 text = self._without_excluded(source)
-                blocks, rest = self._read(checkpoint, text, tokens, self.repeats, heldout_count)
-                heldout_blocks = without_copies(rest, blocks, source, watcher)
+                blocks, heldout_blocks = self._read(
+                    checkpoint, text, tokens, self.repeats, heldout_count
+                )
+                if source in measured:
+                    found = len(blocks) + len(heldout_blocks)
+                    self._warn_of_short_text(source, found, tokens // self.length, watcher)
             parts.append(blocks)
             heldout_parts.append(heldout_blocks)
 
-        all_blocks = torch.from_numpy(np.concatenate(parts))
-        all_heldout_blocks = torch.from_numpy(np.concatenate(heldout_parts))
-        return all_blocks, all_heldout_blocks
+        # Text of one source may also be in another.
+        all_blocks = np.concatenate(parts)
+        for number, (source, _) in enumerate(shares):
+            if not is_self(source):
+                heldout_parts[number] = without_copies(
+                    heldout_parts[number], all_blocks, source, watcher
+                )
+        return torch.from_numpy(all_blocks), torch.from_numpy(np.concatenate(heldout_parts))
 
     def _generated(
         self,
@@ -192,7 +201,7 @@ class CalibrationText:
             trust_remote_code=self.trust_remote_code,
         )
 
-        used = count - min(heldout_count, count // _HELDOUT_SHARE_OF_SELF)
+        used = count - min(heldout_count, count // _SELF_HELDOUT_ONE_IN)
         plain_blocks = replace(blocks, plain=True)
         rows = [blocks[i]["input_ids"] for i in range(used)]
         rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
@@ -250,16 +259,24 @@ class CalibrationText:
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def _warn_of_short_text(self, count: int, kind: str, watcher: Watcher) -> None:
-        """Warn if the sources have fewer blocks or pairs (`kind`) than calibration asks for."""
+    def _warn_of_short_text(self, source: str, found: int, wanted: int, watcher: Watcher) -> None:
+        """Warn if a source has fewer blocks than calibration asks it for."""
+        if found < wanted:
+            watcher.warn(
+                f"{source} has only {found:,} of the {wanted:,} blocks of {self.length} tokens "
+                "that calibration asks for; pass more text with --data"
+            )
+
+    def _warn_of_few_pairs(self, found: int, watcher: Watcher) -> None:
+        """Warn if the sources have fewer pairs than calibration asks for."""
         wanted = max(1, self.total_tokens // self.length)
-        # The blocks of each source are rounded, so up to one a source may be missing.
-        if count + len(self.sources) > wanted:
+        # The pairs of each source are rounded, so up to one a source may be missing.
+        if found + len(self.sources) > wanted:
             return
 
         has = "has" if len(self.sources) == 1 else "have"
         watcher.warn(
-            f"{', '.join(self.sources)} {has} only {count:,} of the {wanted:,} {kind} of "
+            f"{', '.join(self.sources)} {has} only {found:,} of the {wanted:,} pairs of "
             f"{self.length} tokens that calibration asks for; pass more text with --data"
         )
 
@@ -275,7 +292,7 @@ class CalibrationText:
         from gqa.models.loading import load_tokenizer
 
         self._check_chosen_length(checkpoint)
-        self.shares(tokens_option)
+        self.shares(tokens_option)  # raises if a source has less than one block
         data_specs = self._data_specs()
         specs = (*data_specs, *filter(None, [self.excluded]))
         check_text_options(specs, self.text_column, self.separator)
@@ -283,7 +300,10 @@ class CalibrationText:
             return
 
         sources = parse_sources(
-            data_specs, text_column=self.text_column, target_column=self.target_column
+            data_specs,
+            text_column=self.text_column,
+            target_column=self.target_column,
+            separator=self.separator,
         )
         local = [source for source in sources if source.files]
         for source in local:
@@ -374,7 +394,7 @@ class CalibrationText:
         if GENERAL not in self.sources or set(self.sources) == {GENERAL}:
             return 0
 
-        tokens = min(self.tokens // _GENERAL_SHARE, _MOST_GENERAL)
+        tokens = min(self.tokens // _GENERAL_ONE_IN, _MOST_GENERAL)
         rest = self.tokens - tokens
         if tokens < self.length or rest < sharing * self.length:
             return 0
@@ -391,7 +411,9 @@ class CalibrationText:
         return self.sources == CalibrationText.sources
 
     def _data_specs(self) -> list[str]:
-        """The sources that the user has named, but for generated text."""
+        """The sources that were named, but for generated text; none of the default, whose general
+        text is not the user's.
+        """
         if self._is_default:
             return []
         return [source for source in self.sources if not is_self(source)]
@@ -416,19 +438,19 @@ class CalibrationText:
         is_excluded: Callable[[bytes], bool]
         source = self._whole_source(spec)
         if self.excluded_fraction:
+            # Not `_data_specs`: by default `general` is read too.
+            read = [other for other in self.sources if not is_self(other)]
+            parts = [self._whole_source(other).part(self.excluded_fraction) for other in read]
             is_excluded = partial(in_lowest_fraction, fraction=self.excluded_fraction)
-            data_specs = [other for other in self.sources if not is_self(other)]
-            excluded = [self._whole_source(other) for other in data_specs]
-            excluded = [source.part(self.excluded_fraction) for source in excluded]
         elif self.excluded:
-            excluded = [self._whole_source(self.excluded)]
-            digests = {row_digest(*row) for row in excluded[0].rows()}
+            parts = [self._whole_source(self.excluded)]
+            digests = {row_digest(*row) for row in parts[0].rows()}
             is_excluded = digests.__contains__
         else:
             return source
 
         # A small source may have no document in the fraction.
-        rows = chain.from_iterable(part.rows_if_any() for part in excluded)
+        rows = chain.from_iterable(part.rows_if_any() for part in parts)
         passages = Passages.of(map(searched_text, rows))
         return source.without(is_excluded).excluding(Exclusion(passages))
 
@@ -461,169 +483,3 @@ def _stated_tokens(source: str) -> int:
     if not is_self(source):
         return 0
     return parse_self(source)[0] or 0
-
-
-# ------------------------------------------------------------------------------ blocks of a source
-
-
-def read_blocks(
-    checkpoint: Checkpoint,
-    source: Source,
-    *,
-    tokens: int,
-    length: int,
-    seed: int,
-    repeats: bool,
-    trust_remote_code: bool = False,
-    heldout_count: int = 0,
-) -> tuple[Ints, Ints]:
-    """Cut text into blocks: pieces of many documents, which are better than a few whole ones.
-
-    If a decoder's tokenizer adds no BOS to texts, one of START_EVERY pieces begins with it in place
-    of its own first token; chats begin as their template begins them.
-
-    Args:
-        checkpoint: The model.
-        source: The text.
-        tokens: Tokens of all blocks together, rounded down to whole blocks.
-        length: Tokens of a block.
-        seed: Of the choice among documents, and of repeated passages.
-        repeats: Whether some blocks repeat themselves, in the same shares as in self-generated
-            text.
-        heldout_count: The most blocks that are held out; of short text an eighth.
-
-    Returns:
-        Token ids (N, length), and (M, length) of the blocks that are held out.
-
-    Raises:
-        RefusedError, CorpusError: The text cannot be used.
-    """
-    import numpy as np
-
-    from gqa.convert.heads.config import read_config
-    from gqa.corpus.blocks import START_EVERY, with_repeats
-    from gqa.corpus.encoders import Encoders
-    from gqa.corpus.tokens import check_ids
-    from gqa.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code, instead="use self")
-    encoder = Encoders(tokenizer, checkpoint.name).of(source)
-    stream = _shuffled_tokens(source, encoder, tokens, seed)
-    if len(stream) < length:
-        raise RefusedError(
-            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; pass more "
-            "text"
-        )
-
-    pieces = stream[: len(stream) // length * length].reshape(-1, length)
-    config = read_config(checkpoint.config, checkpoint.name).text
-    check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
-
-    numbers, heldout_numbers = _choose(len(pieces), tokens // length, heldout_count)
-    blocks: Ints = pieces[numbers]
-    heldout_blocks: Ints = pieces[heldout_numbers]
-    lacks_start = not encoder.starts_documents and not config.is_encoder_decoder
-    if lacks_start and encoder.start is not None:
-        blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
-        heldout_blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
-
-    if repeats:
-        rows = [
-            with_repeats(blocks.__getitem__, index, seed, encoder.start)
-            for index in range(len(blocks))
-        ]
-        blocks = np.stack(rows)
-    return blocks, heldout_blocks
-
-
-def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -> Ints:
-    """At least that many tokens of a source, if it has them.
-
-    Its documents are in an order by the hashes of their texts and the seed. No more of them are
-    tokenized than have _CHARACTERS for each token, if that is enough.
-    """
-    import numpy as np
-
-    from gqa.corpus.reading_order import permutation
-
-    digests = []
-    characters = []
-    for text in source.texts():
-        digests.append(row_digest(text))
-        characters.append(len(text))
-
-    order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
-    characters_read = np.cumsum(np.array(characters)[order])
-    documents = int(np.searchsorted(characters_read, _CHARACTERS * tokens)) + 1
-    stream = _encode_documents(source, order[:documents], encoder)
-    if len(stream) < tokens:  # its words are long
-        stream = _encode_documents(source, order, encoder)
-    return stream
-
-
-def _encode_documents(source: Source, numbers: Ints, encoder: Encoder) -> Ints:
-    """The tokens of the documents with these numbers, joined in the order of the numbers."""
-    import numpy as np
-
-    order = numbers.tolist()
-    chosen = set(order)
-    texts = [text for number, text in enumerate(source.texts()) if number in chosen]
-    documents = dict(zip(sorted(chosen), encoder.encode(texts), strict=True))
-    return np.concatenate([np.array(documents[number].tokens, np.int64) for number in order])
-
-
-def _choose(pieces: int, wanted: int, heldout_count: int) -> tuple[Ints, Ints]:
-    """Choose `wanted` of the pieces, evenly spaced, and at most `heldout_count` of the rest.
-
-    If the rest is less than an eighth of the pieces, up to an eighth is held out all the same, and
-    fewer are used.
-
-    Returns:
-        The numbers of the pieces that are used, and of those that are held out.
-    """
-    import numpy as np
-
-    used = np.linspace(0, pieces - 1, min(wanted, pieces)).astype(int)
-    rest = np.setdiff1d(np.arange(pieces), used)
-    count = min(heldout_count, max(len(rest), pieces // _HELDOUT_SHARE))
-    if len(rest) < count:
-        rest = np.arange(pieces)
-    heldout_numbers = rest[np.linspace(0, len(rest) - 1, count).astype(int)]
-    return np.setdiff1d(used, heldout_numbers), heldout_numbers
-
-
-def without_copies(heldout_blocks: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
-    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T).
-
-    Text that repeats itself, or is read twice, would make the result look better. Blocks are
-    compared by their windows of COPY_TOKENS tokens in a row. A warning says how many are left out.
-    """
-    import numpy as np
-
-    if not len(heldout_blocks) or heldout_blocks.shape[1] < COPY_TOKENS:
-        return heldout_blocks
-
-    # Only the windows of held-out blocks, which are few, are in memory.
-    heldout_windows = [_windows(block) for block in heldout_blocks]
-    searched = set(chain.from_iterable(heldout_windows))
-    copied = set[bytes]()
-    for block in blocks:
-        copied.update(searched.intersection(_windows(block)))
-
-    copied_windows = [sum(map(copied.__contains__, windows)) for windows in heldout_windows]
-    # Blocks are equally long, so they have equally many windows.
-    is_copy = np.array(copied_windows) >= _COPY_SHARE * len(heldout_windows[0])
-    if is_copy.any():
-        watcher.warn(
-            f"{is_copy.sum():,} of {len(heldout_blocks):,} blocks of {name} that are meant to "
-            "measure quality also occur in the calibration text; they are left out"
-        )
-    return heldout_blocks[~is_copy]
-
-
-def _windows(block: Ints) -> list[bytes]:
-    """All runs of COPY_TOKENS tokens in a block (T,), as bytes."""
-    import numpy as np
-
-    windows = np.lib.stride_tricks.sliding_window_view(block, COPY_TOKENS)
-    return [window.tobytes() for window in windows]

@@ -24,9 +24,9 @@ from gqa.core.devices import as_float64, float64_device
 # Key and value maps are fitted to at least so many tokens, because more hardly improve them. The
 # refit of W_O uses all tokens.
 FITTED_TOKENS = 16_384
-# Attention weights (H T S) of a batch, up to which the stacked values (width m e) are attended in
-# one call. Above, they are attended in m calls of width e, that of one head, for which torch has
-# fused kernels that store no attention weights.
+# Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
+# Above, they are attended in m calls of width e, that of one head, for which torch has fused
+# kernels that store no attention weights.
 MAX_SCORES = 1 << 28
 
 
@@ -144,7 +144,7 @@ def fit_module(task: FitTask) -> FittedModule:
 
     # 4. The shared values; to attend, only keys are needed, and values are placeholders.
     only_keys = head_maps(heads, groups, keys=keys, values=[], order=order)
-    attended = attended_values(task, only_keys)
+    attended = attended_moments(task, only_keys)  # (H, m e, m e)
     w_o = w_o.to(attended.device).double()
     values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
 
@@ -194,7 +194,7 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
     return sums.averaged()
 
 
-def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
+def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head.
 
     Attention is that of the merged keys in `maps`, values are the base model's.
@@ -230,12 +230,15 @@ def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
         roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
         add_products(moments, (attended * roots).flatten(0, 1).transpose(0, 1))
 
-    positions = task.position_weights[torch.cat(task.sample())].numel()
+    positions = sum(task.position_weights[rows].numel() for rows in task.sample())
     return moments / positions
 
 
 def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     """Refit W_O by weighted ridge regression of the targets on merged heads' outputs.
+
+    Returns the maps with the refitted `output`, and their error. The converted module is left with
+    the merged heads of `maps`, without it.
 
     Args:
         maps: With `output` (H e, H e), from which the refit starts: each query head's way back from
@@ -268,15 +271,16 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     start = maps.output.to(w_o).T @ w_o
     # With less text, the fit follows its accidents more, so the ridge is stronger.
     strength = task.pair.options.ridge / count
-    fitted = ridge(gram / count, cross / count, start, strength, block=heads.value_dim)
+    solution = ridge(gram / count, cross / count, start, strength, block=heads.value_dim)
 
     # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
-    # fitted W_O exactly if H e is at most D; otherwise only the part of the change that lies in the
+    # solution exactly if H e is at most D; otherwise only the part of the change that lies in the
     # row space of w_o. CUT is squared, because eigenvalues of w_o^T w_o are.
-    change = (fitted - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
+    change = (solution - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
     output = maps.output.to(w_o).T + change
-    fitted = output @ w_o
 
-    residual = float(energy) + float((fitted * (gram @ fitted - 2 * cross)).sum())
+    # sum |x W - y|^2 = sum |y|^2 + tr W^T (G W - 2 C), of the W_O that will be stored.
+    stored = output @ w_o
+    residual = float(energy) + float((stored * (gram @ stored - 2 * cross)).sum())
     error = max(residual, 0.0) / max(float(energy), 1e-300)
     return FittedModule(task.module, replace(maps, output=output.T.cpu()), error)

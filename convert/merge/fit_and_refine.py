@@ -16,16 +16,16 @@ def fit_and_refine(task: FitTask) -> FittedModule:
     """Maps in closed form, and the weights of the module after training."""
     # Training chooses its best step on validation blocks. The closed form must not see them either
     # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
-    fitted_weights = without_validation(task.position_weights, task.pair.options.refinement)
-    result = fit_or_average(replace(task, position_weights=fitted_weights))
+    weights_of_fit = without_validation(task.position_weights, task.pair.options.refinement)
+    fitted = fit_or_average(replace(task, position_weights=weights_of_fit))
 
-    task.apply(result.maps)
-    return _refine(task, result)
+    task.apply(fitted.maps)
+    return _train(task, fitted)
 
 
-def _refine(task: FitTask, result: FittedModule) -> FittedModule:
-    """Train the converted module, which has the merged heads of `result`, towards the base model's
-    output; return `result` with the trained weights and their error.
+def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
+    """Train the converted module, which has the merged heads of `fitted`, towards its targets;
+    return `fitted` with the trained weights and their error.
     """
     pair = task.pair
     attention = task.converted_attention
@@ -36,7 +36,7 @@ def _refine(task: FitTask, result: FittedModule) -> FittedModule:
         return attention.capture_blocks(task.stream, rows, "arguments").arguments
 
     with torch.enable_grad():  # `Calibrator.run` disables gradients
-        refined = refine(
+        trained = refine(
             attention.module,
             start,
             arguments,
@@ -45,5 +45,5 @@ def _refine(task: FitTask, result: FittedModule) -> FittedModule:
             pair.options.refinement,
         )
 
-    by_full_name = {names[name]: tensor for name, tensor in refined.weights.items()}
-    return replace(result, weights=pair.stored(by_full_name), error=refined.error)
+    by_full_name = {names[name]: tensor for name, tensor in trained.weights.items()}
+    return replace(fitted, weights=pair.stored(by_full_name), error=trained.error)

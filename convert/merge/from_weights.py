@@ -22,9 +22,9 @@ from gqa.convert.merge.moments import Moments, heads_of
 from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
-# By role: of queries, keys and values factors R (n, w, K), whose products R R^T are the second
-# moments of what these heads compute; of outputs the weights as stored, (H, e, D); biases (n, w) as
-# `ROLE.bias`.
+# Of n heads, by role. "query", "key" and "value": factors R (n, w, D) with w rows a head, whose
+# products R R^T are the second moments of what the heads compute. "output": W_O as stored,
+# (H, e, D), which is no factor. "ROLE.bias": (n, w).
 Factors = dict[str, Tensor]
 
 
@@ -64,8 +64,8 @@ def from_weights(
     """
     symmetry = plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
-    text = plan.config.text
-    aligns_keys = symmetry.can_align_keys(text)
+    text_config = plan.config.text
+    aligns_keys = symmetry.can_align_keys(text_config)
 
     modules = _changed_modules(plan, symmetry)
     inputs: InputMoments | None = None
@@ -73,15 +73,18 @@ def from_weights(
         heads = changes[0].heads
         groups = changes[0].groups
         stored = _finite_heads(plan.checkpoint, module, changes)
-        width = stored["key"].shape[-1]
-        if inputs is None:
-            inputs = InputMoments(plan.checkpoint, text, symmetry, width, estimates_inputs, device)
+        width = stored["key"].shape[-1]  # D
+        if inputs is None:  # D is known from the first module on
+            inputs = InputMoments(
+                plan.checkpoint, text_config, symmetry, width, estimates_inputs, device
+            )
 
         # 1. Moments of the layer's inputs, and of what its heads make of them.
         inputs.enter(module)
         gain = norm_gain(plan.checkpoint, module, symmetry, width).float()
         merges = groups < heads.kv
-        # Of a module whose heads stay, later layers read what its values add.
+        # Of a module whose heads stay no maps are made: only its values are needed, for the inputs
+        # of later layers.
         roles = ("query", "key", "value") if merges else ("value",)
         factors: Factors = dict(stored)
         for role in roles:
@@ -94,7 +97,7 @@ def from_weights(
             continue
 
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
-        rotary = replace(symmetry.rotary(text, module.layer, heads.key_dim), frequencies=())
+        rotary = replace(symmetry.rotary(text_config, module.layer, heads.key_dim), frequencies=())
 
         # 2. The groups. From the moments of the whole layer as one group any partition follows.
         order = None
@@ -138,19 +141,23 @@ def _finite_heads(
 
 def _reordered(factors: Factors, order: tuple[int, ...], heads: LayerHeads) -> Factors:
     """KV heads in this order, and query heads with them."""
-    # By number of heads: keys and values have Hk, queries and outputs H.
-    orders = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
-    return {role: tensor[orders[len(tensor)]] for role, tensor in factors.items()}
+    kv_order = list(order)
+    kv_orders = {"key": kv_order, "value": kv_order}
+    query_heads = query_order(order, heads.query)  # of queries and outputs
+    return {
+        name: tensor[kv_orders.get(name.removesuffix(".bias"), query_heads)]
+        for name, tensor in factors.items()
+    }
 
 
 def _estimated_moments(factors: Factors, heads: LayerHeads, groups: int) -> Moments:
-    """Moments of each group from factors R (n, w, K) by role: E[h h^T] = R R^T."""
+    """Moments of each group: E[h h^T] = R R^T + b b^T, with the bias b, if any, as the mean."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
-        """Second moments (parts, w, w) and means (parts, w) of heads split into `parts` of w
-        rows.
+        """Second moments (parts, p, p) and means (parts, p) of the heads of a role, stacked into
+        `parts` of p rows each.
         """
-        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
+        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
         means = rows.new_zeros(rows.shape[:2]).double()
         bias = factors.get(f"{role}.bias")
         if bias is not None:

@@ -1,4 +1,5 @@
-"""Train one converted attention module towards the output of the base model's module (`refined`).
+"""Train one converted attention module towards its targets (`refined`): the output of the base
+model's module, corrected for what earlier layers have lost.
 
 Only the module's projections are trained. Its inputs and targets are fixed, and no other layer is
 in memory. The module is transformers' own, so this works for every architecture and from any start
@@ -20,7 +21,7 @@ from gqa.convert.merge.options import TOKENS_AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
 from gqa.core.devices import fast_dtype, native_bfloat16
 
-_CHECKS = 8  # measurements of the validation error in a run
+_CHECKS = 8  # measurements of the validation error in a run, at least; fewer in fewer steps
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ def refine(
     schedules = [_linear_schedule(optimizer, settings.steps) for optimizer in optimizers]
     energy = (mean_squares(targets) * position_weights).mean().clamp_min(1e-30).to(device)
 
-    def losses(rows: Tensor) -> Iterator[Tensor]:
-        """Parts of the loss of the blocks `rows`, as many blocks at once as fit into a layer."""
+    def loss_parts(rows: Tensor) -> Iterator[Tensor]:
+        """Parts whose sum is the loss of the blocks `rows`, each of as many blocks as fit into a
+        layer.
+
+        The loss is relative to the energy of all blocks, so that steps are comparable.
+        """
         for part in rows.split(blocks_at_once):
             args, kwargs = arguments(part)
             hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -85,7 +90,7 @@ def refine(
             yield weighted / energy * (len(part) / len(rows))
 
     def validation_error() -> float:
-        return _mean_loss(losses, validation, settings.batch)
+        return _mean_loss(loss_parts, validation, settings.batch)
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -100,8 +105,8 @@ def refine(
 
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for loss in losses(rows):
-            loss.backward()
+        for part in loss_parts(rows):
+            part.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -115,12 +120,14 @@ def refine(
 
 
 @torch.no_grad()
-def _mean_loss(losses: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, batch: int) -> float:
-    """The mean loss of some blocks, from the parts of the loss of `batch` of them at a time."""
-    parts = []
-    for rows in blocks.split(batch):
-        parts += [loss * len(rows) for loss in losses(rows)]
-    return float(torch.stack(parts).sum()) / len(blocks)
+def _mean_loss(
+    loss_parts: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, batch: int
+) -> float:
+    """The loss of all `blocks`, of which `batch` go through `loss_parts` at a time."""
+    weighted = []
+    for rows in blocks.split(batch):  # the last batch may be smaller, and counts less
+        weighted += [part * len(rows) for part in loss_parts(rows)]
+    return float(torch.stack(weighted).sum()) / len(blocks)
 
 
 def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor:

@@ -11,6 +11,7 @@ fill, a signal arrive or a loss rise just after a certain step, and nothing else
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -249,6 +250,17 @@ def no_space_for_the_state_of(step: int) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
 
     FileSystemWriter.write_data = full  # type: ignore[method-assign]
+
+
+def states_cannot_be_removed() -> None:
+    """As files of a network file system that somebody reads, or of another user."""
+    import gqa.uptrain.state as module
+
+    def refuse(path: Path) -> None:
+        if path.name.startswith("step-") and path.exists():
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    module.remove_state = refuse
 
 
 def kill_conversion_after_a_layer(number: int = signal.SIGKILL) -> None:
