@@ -191,9 +191,9 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
-    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).split(
-        source, "cpu", SILENT
-    )[0]
+    twice = CalibrationText(
+        ("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE
+    ).blocks_and_heldout(source, "cpu", SILENT)[0]
     assert [row.numpy().tobytes() for row in twice[:8]] == uses[0]
     assert len({row.numpy().tobytes() for row in twice}) == len(twice) == 16
 

@@ -82,7 +82,7 @@ class Ids(CalibrationText):
     low: int = 10
     high: int = 96
 
-    def split(
+    def blocks_and_heldout(
         self, checkpoint: Any, device: str, watcher: Any, heldout_tokens: int = 0
     ) -> tuple[Tensor, Tensor]:
         return self.ids(), replace(
