@@ -70,7 +70,7 @@ def published(axes: Any, ratio_of: dict[str, float]) -> None:
         ratio = ratio_of[method]
         axes.plot([number, number], [1, ratio], color=COLORS[method], linewidth=2)
         axes.plot([number], [ratio], "o", color=COLORS[method])
-        label(axes, number, ratio, (24, -4), COLORS[method])
+        label(axes, number, ratio, (0, 9), COLORS[method])
 
     above = [f"{method} {text(ratio_of[method])}" for method in COLORS if method not in shown]
     axes.text(0.02, 0.95, f"higher: {', '.join(above)}", transform=axes.transAxes, va="top")
