@@ -287,8 +287,9 @@ def _add_step(
     """
     cross_entropy, divergence = means(sums)
     is_finite = bool(sums.isfinite().all())
-    # With held-out text the first weights have been evaluated, and are known to be finite
-    if not progress.step and not setup.dataloader.heldout_blocks and not is_finite:
+    # With held-out text the weights that the training began with have been evaluated
+    is_first_measurement = progress.step == 0 and not setup.dataloader.heldout_blocks
+    if is_first_measurement and not is_finite:
         raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
 
     data = setup.dataloader

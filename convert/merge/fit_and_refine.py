@@ -13,7 +13,7 @@ from gqa.convert.merge.refine import refine, without_validation
 
 
 def fit_and_refine(task: FitTask) -> FittedModule:
-    """Maps in closed form, and the weights of the module after training."""
+    """The maps in closed form, and the trained weights of the module, which take their place."""
     # Training chooses its best step on validation blocks. The closed form must not see them either
     # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
     weights_of_fit = without_validation(task.position_weights, task.pair.options.refinement)
