@@ -36,7 +36,7 @@ import torch
 from harness import EMBEDDED, Measurements
 
 import gqa
-from gqa.convert.merge.self_samples import samples
+from gqa.convert.merge.sampling import sample_sequences
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison
@@ -293,7 +293,8 @@ class Trial:
 
         if method in PEERS:
             model = load_model(self.base.path)
-            PEERS[method](model, groups, samples(model, 256, seeds=[7], batch=16))
+            ids = sample_sequences(model, 256, seeds=[7], sequences_per_seed=16)
+            PEERS[method](model, groups, ids)
             model.save_pretrained(out)
             self.base.tokenizer.save_pretrained(out)
         else:

@@ -133,7 +133,7 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of the config and of the contents of all weight, code and tokenizer files."""
-    origin = checkpoint.source or checkpoint
+    origin = checkpoint.stored or checkpoint
     code_and_tokenizer = filter(_CODE_TOKENIZER.search, origin.side_files)
     files = [origin.path(name) for name in (*origin.files, *code_and_tokenizer)]
 

@@ -111,9 +111,9 @@ class Checkpoint:
         left_out: Its other files that a result does not copy.
         revision: The commit at the hub, if it comes from there.
         hub_id: The hub id, if it comes from there.
-        source: The stored checkpoint, if this is a view of it in another class.
-        way: How such a view is loaded: `native` or `custom modeling code`.
-        added: Additional text files of the result: contents by name.
+        stored: The stored checkpoint, if this is a view of it in another class.
+        view_kind: The kind of such a view: `native` or `custom modeling code`.
+        extra_files: Additional text files of the result: contents by name.
         warnings: About files that a result would lack.
     """
 
@@ -126,9 +126,9 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     revision: str | None = None
     hub_id: str | None = None
-    source: Checkpoint | None = None
-    way: str | None = None
-    added: Mapping[str, str] = field(default_factory=dict)
+    stored: Checkpoint | None = None
+    view_kind: str | None = None
+    extra_files: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -199,9 +199,9 @@ class Checkpoint:
             architecture = names[0]
         own_class = ModelClass(str(self.config.get("model_type")), architecture)
 
-        if self.source is None:
+        if self.stored is None:
             return (own_class,)
-        return (*self.source.classes, own_class)
+        return (*self.stored.classes, own_class)
 
 
 def is_packed(spec: TensorSpec) -> bool:
@@ -242,7 +242,7 @@ def member_path(directory: Path, name: str) -> Path:
     # and every tensor that is read asks for it.
     is_directly_inside = "/" not in name and "\\" not in name
     if not (is_directly_inside and _is_plain_file(real)):
-        real = _target(directory, name)
+        real = _resolved(directory, name)
 
     if not os.access(real, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(real))
@@ -258,7 +258,7 @@ def _is_plain_file(path: Path) -> bool:
     return stat.S_ISREG(mode)
 
 
-def _target(directory: Path, name: str) -> Path:
+def _resolved(directory: Path, name: str) -> Path:
     """Where a file of a checkpoint leads. Raises the errors of `member_path`."""
     path = directory / name
     try:
@@ -294,9 +294,10 @@ def _is_allowed_target(directory: Path, real: Path) -> bool:
     if real.is_relative_to(root):
         return True
 
-    is_in_cache = root.parent.name == "snapshots"
+    repository = root.parent.parent
+    is_in_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
     if is_in_cache:
-        return real.is_relative_to(root.parent.parent / "blobs")
+        return real.is_relative_to(repository / "blobs")
 
     return any(
         parent.name in ("blobs", "snapshots") and parent.parent.name.startswith("models--")
@@ -375,7 +376,7 @@ def read_checkpoint(
 
     # 2. The other files.
     rewritten = {"config.json", INDEX, TORCH_INDEX, index, *files}
-    side, left_out, warnings = _side_files(directory, rewritten)
+    side, left_out, warnings = _checked_side_files(directory, rewritten)
 
     # 3. Whether the config can be that of these tensors.
     hub_id, revision = cached_revision(directory)
@@ -494,10 +495,10 @@ def _storage_dtype(name: Any, tensor: Any) -> str | None:
     return STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
 
 
-def _side_files(
+def _checked_side_files(
     directory: Path, rewritten: AbstractSet[str | None]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """`side_files` of a directory, checked with `member_path`, and warnings about links that are
+    """`side_files` of a directory, checked with `member_path`, and warnings about files that are
     left out.
 
     Args:
@@ -514,10 +515,16 @@ def _side_files(
     for name in side:
         try:
             member_path(directory, name)
-        except CorruptError as error:
-            if _is_read(name) or not os.path.islink(directory / name):
+        except (CorruptError, PermissionError) as error:
+            is_needed = _is_read_by_libraries(name)
+            if isinstance(error, PermissionError):
+                reason = f"{name} cannot be read"
+            else:
+                reason = str(error).rpartition("; ")[0]
+                is_needed = is_needed or not os.path.islink(directory / name)
+            if is_needed:
                 raise
-            broken[name] = str(error).rpartition("; ")[0]
+            broken[name] = reason
     side = [name for name in side if name not in broken]
 
     reasons = (*broken.values(), *not_followed.values())
@@ -525,7 +532,7 @@ def _side_files(
     return tuple(side), tuple(left_out), tuple(warnings)
 
 
-def _is_read(name: str) -> bool:
+def _is_read_by_libraries(name: str) -> bool:
     """Whether libraries read a file of a model: its tokenizer, configs and code.
 
     Not its logs, pictures and texts.

@@ -107,7 +107,7 @@ class CheckpointWriter(ABC):
         for name in self.source.side_files:
             if name not in self._not_copied:
                 copy_file(self.source.path(name), directory / name)
-        for name, text in self.source.added.items():
+        for name, text in self.source.extra_files.items():
             write_text(directory / name, text)
 
     def _write_config(self, directory: Path) -> None:

@@ -314,7 +314,7 @@ def _repeated_options(options: ConvertOptions, method: Method, without: str = ""
     used = options_of(method)
     words = []
     for name, field in type(options).__dataclass_fields__.items():
-        is_used = not field.metadata["methods"] or name in used
+        is_used = not field.metadata["setting"] or name in used
         is_repeated = name not in (*_NOT_REPEATED, without) and not field.metadata["expert"]
         if is_used and is_repeated and options.is_set(name):
             words += _option_words(name, getattr(options, name))

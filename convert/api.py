@@ -16,7 +16,8 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.head_maps import StoredMaps
-from gqa.convert.heads.config import read_config, valid_groups
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config_edits import valid_groups
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods.table import MEASURES_LAYERS
@@ -89,7 +90,7 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     that the model can have.
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
-    count = config.main.kv
+    count = config.main_heads.kv
     allowed = valid_groups(config)
     fewer = [groups for groups in allowed if groups < count]
     return RefusedError(

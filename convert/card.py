@@ -128,7 +128,7 @@ def quality_paragraph(level: Level, text: str) -> str:
 def _tags(plan: Plan) -> list[str]:
     """Tags at the hub: the tool, and the kind of attention."""
     kind = "grouped-query-attention"  # also where layers differ
-    if plan.groups == plan.config.main.query:
+    if plan.groups == plan.config.main_heads.query:
         kind = "multi-head-attention"
     elif plan.groups == 1:
         kind = "multi-query-attention"
@@ -137,7 +137,7 @@ def _tags(plan: Plan) -> list[str]:
 
 def _summary(plan: Plan) -> str:
     """One paragraph: the base model, and what became of its heads and its KV cache."""
-    main = plan.config.main
+    main = plan.config.main_heads
     instead = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
     if plan.merge_method is not None:
         change = f"{instead}, {plan.merge_method.result} (`--method {plan.merge_method.name}`)"
@@ -162,7 +162,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
     base = plan.checkpoint
     return [
         ("", "base model", "this model"),
-        ("key/value heads", str(plan.config.main.kv), groups_text(plan.groups)),
+        ("key/value heads", str(plan.config.main_heads.kv), groups_text(plan.groups)),
         *cache_rows(plan_record(plan)["kv_cache"]),
         ("parameters", f"{base.parameters:,}", f"{plan.parameters_after:,}"),
         ("weights", size(base.nbytes), size(plan.total_bytes)),
@@ -173,10 +173,12 @@ def _notes(plan: Plan) -> list[str]:
     """Paragraphs about the class of the model."""
     notes = []
     differs_by_layer = isinstance(plan.groups, tuple)
-    way = plan.checkpoint.way
-    if way:
+    view_kind = plan.checkpoint.view_kind
+    if view_kind:
         source, target = map(str, plan.checkpoint.classes)
-        code = "a class of transformers" if way == "native" else "whose code is in this repository"
+        code = "whose code is in this repository"
+        if view_kind == "native":
+            code = "a class of transformers"
         which = "layers with different numbers of" if differs_by_layer else "fewer"
         notes.append(
             f"The class is {code_span(target)}, {code}; that of the base model, "

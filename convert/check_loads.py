@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.heads.config import transformers_config, without_quantization
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.config_edits import without_quantization
 from gqa.convert.plan import OutputTensor
 from gqa.core.errors import CorruptError, explain, listing
 from gqa.models.loading import model_class, quiet_transformers

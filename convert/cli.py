@@ -83,8 +83,8 @@ def command(options: ConvertOptions) -> None:
             _warn(plan.warnings)
         if options.is_set("method") and plan.merge_method is None:
             _say(
-                f"note        --method is not used: none of the {plan.config.main.kv} heads are "
-                "merged",
+                "note        --method is not used: none of the "
+                f"{plan.config.main_heads.kv} heads are merged",
                 options,
             )
 

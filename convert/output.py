@@ -23,7 +23,7 @@ def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     """
     if isinstance(plan.groups, tuple):
         heads = sum(plan.groups) / len(plan.groups)
-        suffix = f"-kv{100 * heads / plan.config.main.kv:.0f}"
+        suffix = f"-kv{100 * heads / plan.config.main_heads.kv:.0f}"
     else:
         suffix = heads_suffix(plan.groups)
     if plan.merge_method is not None:

@@ -105,7 +105,7 @@ class Plan:
         """The method's name; `repeat` if the result has more heads, `none` if it has as many."""
         if self.merge_method is not None:
             return self.merge_method.name
-        return "repeat" if self.fewest > self.config.main.kv else "none"
+        return "repeat" if self.fewest > self.config.main_heads.kv else "none"
 
     @property
     def reads_text(self) -> bool:

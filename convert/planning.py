@@ -14,12 +14,8 @@ from gqa.checkpoint.files import shard_names
 from gqa.checkpoint.model_config import culprit
 from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
 from gqa.convert.check_loads import check_loads
-from gqa.convert.heads.config import (
-    ModelConfig,
-    edit_config,
-    read_config,
-    valid_groups,
-)
+from gqa.convert.heads.config import ModelConfig, read_config
+from gqa.convert.heads.config_edits import edit_config, valid_groups
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
 from gqa.convert.heads.kv_cache import kv_cache
 from gqa.convert.heads.modules import (
@@ -102,7 +98,7 @@ def _plan(
     modules = attention_modules(checkpoint, config)
 
     # 2. The method, if any heads are merged.
-    merge_method = method if fewest_heads(groups) < config.main.kv else None
+    merge_method = method if fewest_heads(groups) < config.main_heads.kv else None
     available: tuple[Method, ...] = ()
     if merge_method is not None:
         _check_method(merge_method, checkpoint, config, modules)
@@ -169,7 +165,7 @@ def check_groups(config: ModelConfig, requested: Groups, groups: Groups, name: s
         groups: The same, but one number if all layers have the same.
         name: Of the base model.
     """
-    main = config.main
+    main = config.main_heads
     allowed = valid_groups(config)
 
     if isinstance(requested, tuple) and len(requested) != config.layers:
@@ -244,7 +240,7 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
     if not symmetry.can_reorder_heads(config.text):
         return False
 
-    heads = config.main
+    heads = config.main_heads
     if heads.kv > _MOST_SEARCHED_HEADS:
         return False
     if heads.kv * max(heads.key_dim, heads.value_dim) > _WIDEST_SEARCH:
@@ -272,7 +268,7 @@ def _changes(
     extra: tuple[Rule, ...] = ()
     if merge_method is not None and merge_method.reads != "nothing":
         symmetry = config.symmetry
-        extra = symmetry.rules if isinstance(symmetry, Symmetry) else _UNALIGNED
+        extra = symmetry.query_side_rules if isinstance(symmetry, Symmetry) else _UNALIGNED
 
     changes = {}
     for module in modules:
@@ -312,10 +308,10 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
 
 def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> Iterable[str]:
     """What a user should know of the result and its files."""
-    if groups == config.main.kv:
+    if groups == config.main_heads.kv:
         yield (
-            f"{checkpoint.name} has {plural(config.main.kv, 'KV head')} already: no heads are "
-            "merged, and the KV cache stays as large as it is"
+            f"{checkpoint.name} has {plural(config.main_heads.kv, 'KV head')} already: no heads "
+            "are merged, and the KV cache stays as large as it is"
         )
 
     if checkpoint.config.get("model_type") in MODEL_TYPES:

@@ -17,7 +17,8 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import DEFAULT_JOBS, Progress, copy_range, no_progress, write_tensor
 from gqa.checkpoint.writer import CheckpointWriter, new_shard
 from gqa.convert.head_maps import StoredMaps
-from gqa.convert.heads.config import read_config, target_heads
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config_edits import target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.merge_heads import converted_tensor
 from gqa.convert.plan import OutputTensor, Plan, Shard

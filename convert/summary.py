@@ -92,7 +92,7 @@ def _ratio_number(value: float | None) -> str:
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     """The measured quality in words: `perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of
-    self-generated text in windows of 256, recall 79% (base model 80%)`.
+    generated text in windows of 256, recall 79% (base model 80%)`.
 
     Args:
         quality: The entry `quality` of a conversion's record.
@@ -116,7 +116,7 @@ def measured_text(sources: Sequence[str]) -> str:
     """
     others = [source for source in sources if source != GENERAL]
     if others and all(map(is_self, others)):
-        return "self-generated text"
+        return "generated text"
     return f"held-out blocks of {', '.join(others or sources)}"
 
 
@@ -171,7 +171,7 @@ def _error_cell(error: float | None) -> str:
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
     checkpoint = plan.checkpoint
-    main = plan.config.main
+    main = plan.config.main_heads
 
     record: dict[str, Any] = {
         "model": checkpoint.hub_id or checkpoint.name,
@@ -215,10 +215,10 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
 
 def _recast_record(plan: Plan) -> dict[str, Any] | None:
     """The classes of a checkpoint that is converted as one of another class."""
-    if not plan.checkpoint.way:
+    if not plan.checkpoint.view_kind:
         return None
     source, target = plan.checkpoint.classes
-    return {"from": vars(source), "to": vars(target), "way": plan.checkpoint.way}
+    return {"from": vars(source), "to": vars(target), "way": plan.checkpoint.view_kind}
 
 
 def _cache_record(plan: Plan) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     lines = [f"model       {record['model']} ({record['model_type']}: {record['family']})"]
     if record["recast"]:
         classes = " -> ".join(map(str, plan.checkpoint.classes))
-        lines.append(f"class       {classes}, {plan.checkpoint.way}")
+        lines.append(f"class       {classes}, {plan.checkpoint.view_kind}")
 
     heads = record["heads"]
     kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} KV"

@@ -4,7 +4,7 @@ Consecutive documents are cut into blocks without padding, so a block depends on
 documents and its number, not on batches or ranks.
 
 Some blocks get repeated passages, which train recall from the context: the second copy of a passage
-can be predicted from the first, whatever it says. Self-generated text hardly exercises retrieval
+can be predicted from the first, whatever it says. Generated text hardly exercises retrieval
 heads; a model that is calibrated or trained on plain text alone has a low perplexity but loses
 recall.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.core.errors import CorpusError, listing
-from gqa.core.options import read_amount
+from gqa.core.option_types import read_amount
 from gqa.corpus.chat_column import chat_column_of_data, chat_column_of_files
 from gqa.corpus.files import find_files
 from gqa.corpus.general import general_texts
@@ -41,7 +41,7 @@ _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]
 
 
 def is_self(spec: str) -> bool:
-    """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain`."""
+    """Whether a spec means generated text: `self`, `self:1M`, `self:plain`."""
     return spec.split(":")[0] == "self"
 
 
@@ -201,7 +201,7 @@ def check_text_options(specs: Iterable[str], text_column: str, separator: str | 
         for spec in specs
         if not is_self(spec)
     ]
-    names = listing(source.spec for source in sources) or "self-generated text"
+    names = listing(source.spec for source in sources) or "generated text"
 
     if text_column != "text" and all(source.named_columns == ("text",) for source in sources):
         raise CorpusError(

@@ -8,13 +8,13 @@ number of lanes depends on the batch and the shards, not on the number of proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import CorpusError, RefusedError, plural
 from gqa.corpus.blocks import pack
 from gqa.corpus.encoders import Encoder
 from gqa.corpus.reading_order import HeldoutDocuments
@@ -26,8 +26,8 @@ _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
 
 # Where a lane is read on: "data", the state of its data set; "rest", the tokens of its last
-# document that are in no block yet; "counts", whether any token so far counts in the loss. Empty:
-# at the start. Never changed in place.
+# document that are in no block yet; "counts", whether any token so far counts in the loss; "files",
+# the number of shards of the source. Empty: at the start. Never changed in place.
 LaneState = dict[str, Any]
 Bookmark = tuple[list[int], list[LaneState]]  # by lane: its next block, and where it is read on
 
@@ -44,7 +44,14 @@ def positions_of(bookmark: Bookmark) -> list[Any]:
 class StreamedBlocks:
     """Endless blocks: an exhausted source starts again.
 
-    The number of lanes divides the `batch`, and the source has at least as many shards.
+    The number of lanes divides the batch, and the source has at least as many shards.
+
+    Args:
+        source: The documents.
+        encoder: Tokenizes them.
+        block_size: Tokens of a block.
+        heldout: What is left out.
+        batch: Blocks of a step, of all processes.
     """
 
     def __init__(
@@ -99,50 +106,44 @@ class StreamedBlocks:
 
         If several have read a lane, from the furthest of theirs: no later step needs a block before
         it.
+
+        Raises RefusedError if the source had another number of shards then.
         """
+        for *_, state in positions:
+            self._check_files(state)
+
         # Sorted: the furthest of a lane comes last, and replaces the others.
         for lane, number, state in sorted(positions, key=lambda position: position[:2]):
             self._numbers[lane] = number
             self._states[lane] = state | {"rest": np.array(state.get("rest", ()), int)}
             self._blocks[lane] = self._read(lane)
 
+    def _check_files(self, state: LaneState) -> None:
+        """Raise RefusedError if the source had another number of shards in this state of a lane."""
+        # The state of a start has no such entry, nor have all that were saved.
+        before = state.get("files", self._shards)
+        if before != self._shards:
+            raise RefusedError(
+                f"{self.source.spec} has {plural(self._shards, 'file')}, but had {before:,} when "
+                "the run was saved; start over with --overwrite"
+            )
+
     def _read(self, lane: int) -> Iterator[tuple[Block, LaneState]]:
-        """The blocks of a lane, each with the state after it."""
-        part = self.source.shard(self.lanes, lane)
+        """The blocks of a lane from its state on, each with the state after it.
+
+        As a generator, it reads the lane's state at the first block.
+        """
         state = self._states[lane]
-        position = state.get("data")
-        columns = list(part.columns)
-        data = part.dataset().map(
-            self._tokens,
-            input_columns=columns,
-            batched=True,
-            batch_size=_BATCH,
-            remove_columns=columns,
-        )
-        if position:
-            data.load_state_dict(position)
-
-        any_counts = bool(state.get("counts"))
-
-        def documents() -> Iterator[Any]:
-            nonlocal any_counts, position
-            first_epoch = position["epoch"] if position else 0
-            for epoch in count(first_epoch):
-                data.set_epoch(epoch)
-                for row in part.read(data):
-                    position = data.state_dict()
-                    any_counts = any_counts or any(row.get(LOSS_MASK, [True]))
-                    yield tokens_of_row(row)
-                if position is not None and not any_counts:
-                    raise RefusedError(nothing_counts(self._name_of(lane)))
-                if position is None:
-                    raise CorpusError(
-                        f"{self._name_of(lane)} has no text to train on: it is empty, blank, or "
-                        "all held out; pass other text"
-                    )
-
-        for block, rest in pack(documents(), self._size, state.get("rest", ())):
-            yield block, {"data": position, "rest": rest, "counts": any_counts}
+        part = self.source.shard(self.lanes, lane)
+        documents = _LaneDocuments(part, self._tokens, self._name_of(lane), state)
+        for block, rest in pack(documents, self._size, state.get("rest", ())):
+            after = {
+                "data": documents.position,
+                "rest": rest,
+                "counts": documents.any_counts,
+                "files": self._shards,
+            }
+            yield block, after
 
     def _name_of(self, lane: int) -> str:
         """The source; of several lanes, the files of it that this one reads."""
@@ -163,6 +164,62 @@ class StreamedBlocks:
                 for column, values in columns.items():
                     values.append(row[column][:limit])
         return columns
+
+
+class _LaneDocuments:
+    """The tokens of a lane's documents, from its state on.
+
+    Attributes:
+        position: State of the data set after the last document; None before the first.
+        any_counts: Whether any token so far counts in the loss.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenize: Callable[[list[str]], dict[str, list[Any]]],
+        name: str,
+        state: LaneState,
+    ) -> None:
+        """`source` has the shards of the lane, which errors call `name`."""
+        self.position: dict[str, Any] | None = state.get("data")
+        self.any_counts = bool(state.get("counts"))
+        self._source = source
+        self._name = name
+
+        columns = list(source.columns)
+        self._data = source.dataset().map(
+            tokenize,
+            input_columns=columns,
+            batched=True,
+            batch_size=_BATCH,
+            remove_columns=columns,
+        )
+        if self.position:
+            self._data.load_state_dict(self.position)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The lane's documents, epoch after epoch.
+
+        `pack` takes one only when the one before is used up, so `position` is always that of the
+        document of `rest`. Raises RefusedError and CorpusError.
+        """
+        first_epoch = self.position["epoch"] if self.position else 0
+        for epoch in count(first_epoch):
+            self._data.set_epoch(epoch)
+            for row in self._source.read(self._data):
+                self.position = self._data.state_dict()
+                counts = LOSS_MASK not in row or any(row[LOSS_MASK])
+                self.any_counts = self.any_counts or counts
+                yield tokens_of_row(row)
+
+            if self.position is None:
+                raise CorpusError(
+                    f"{self._name} has no text to train on: it is empty, blank, or all held out; "
+                    "pass other text"
+                )
+            if not self.any_counts:
+                raise RefusedError(nothing_counts(self._name))
 
 
 def tokens_of_row(row: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from gqa.checkpoint.base_model import is_base_model
 from gqa.checkpoint.provenance import PROVENANCE, read_record, request, versions
 from gqa.core.console import Watcher
 from gqa.core.devices import on_main, ranks
@@ -33,7 +34,6 @@ from gqa.eval.text import (
 )
 from gqa.models.chunked_head import ChunkedHead
 from gqa.models.loading import check_predicts_tokens
-from gqa.uptrain.models import is_base_model
 
 SCHEMA = 5
 SHOWN = 4  # greedy texts of each model in a report
@@ -194,7 +194,7 @@ class Comparison:
         self.baseline_scores: Scores = {}
 
     def prepare_recall(self, context: int) -> None:
-        """Make questions about up to `context` tokens of the text and of self-generated text of the
+        """Make questions about up to `context` tokens of the text and of generated text of the
         base model.
 
         Raises RefusedError.

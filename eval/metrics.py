@@ -399,7 +399,7 @@ RECALL_KINDS = (
 
 def main_kind(recall: Collection[str]) -> str:
     """The kind of recall that counts for a verdict: that of the text, or without one of
-    self-generated text.
+    generated text.
     """
     return "text" if "text" in recall else "samples"
 

@@ -11,19 +11,8 @@ import click
 from gqa.checkpoint.hub import require_model
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError, alternatives
-from gqa.core.options import (
-    BYTES,
-    COUNT,
-    HARDWARE,
-    MAIN,
-    MODEL,
-    OUTPUT,
-    Number,
-    Options,
-    option,
-    same_as,
-    tokens_type,
-)
+from gqa.core.option_types import BYTES, COUNT, Number, tokens_type
+from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option, same_as
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 
 _BITS = Number(int, "from 2 to 8")
@@ -77,14 +66,16 @@ class EvaluateOptions(Options):
         None,
         "Measure recall: how many tokens a model predicts correctly because its context contains "
         "them. "
-        "Kinds: repeated text, samples and random tokens; values looked up by their keys; passkeys "
-        "hidden in a text.  [default: on for decoders if -o and --data are given]",
+        "Kinds: repeated passages of the text, of generated text and of random tokens; values "
+        "looked up by their keys; passkeys hidden in a text.  [default: on for decoders if -o and "
+        "--data are given]",
         group=MAIN,
     )
     cache_bits: tuple[CacheBits, ...] | None = option(
         None,
-        "Also evaluate with quantized KV caches; for example, fp8,8,4. fp8 is the uncalibrated FP8 "
-        "cache of vLLM. A number from 2 to 8 is the number of bits per value, rounded in blocks.",
+        "Also evaluate with simulated quantized KV caches, like fp8,8,4. fp8: rounded as in vLLM's "
+        "FP8 cache without calibration; 2 to 8: integers of that many bits, in blocks of values. "
+        "No engine is run.",
         _CacheBits(),
         metavar="BITS[,...]",
         needs=("data", "recall", "memory"),
@@ -92,7 +83,8 @@ class EvaluateOptions(Options):
     )
     memory: int | None = option(
         None,
-        "Show how many sequences of --context tokens fit into this memory, like 80GB.",
+        "Show how many sequences of --context tokens fit into this memory next to the weights, "
+        "like 80GB.",
         BYTES,
         metavar="SIZE",
         group=MAIN,
@@ -121,7 +113,7 @@ class EvaluateOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Score only the first COUNT tokens (of encoder-decoders: whole pairs).",
+        "Score only the first COUNT tokens. For encoder-decoders: as many whole pairs as fit.",
         tokens_type(),
         metavar="COUNT",
         needs=("data",),

@@ -1,6 +1,6 @@
 """Recall of the context, which perplexity hardly shows: repeated passages, values by their keys,
 passkeys; and agreement with the baseline's greedy texts. No data is needed: passages are from text,
-from self-generated text, or random tokens.
+from generated text, or random tokens.
 
 A question is a window (`gqa.eval.scoring`). Its answers are the predictions that the context
 determines; an answer is right if it is the most probable token.
@@ -44,9 +44,9 @@ DIGITS = 5  # tokens of a passkey
 DEPTHS = 5  # places of a passkey, from the beginning of the context to its end
 _PASSKEY = "\nThe pass key is"
 
-# Self-generated texts, and greedy texts.
-SAMPLE = 256  # tokens of a self-generated text
-SAMPLES = 64  # number of self-generated texts
+# Generated texts, and greedy texts.
+SAMPLE = 256  # tokens of a generated text
+SAMPLES = 64  # number of generated texts
 STEPS = 64  # tokens of a greedy text at most
 OPENING = 32  # tokens of a sample that are a prompt
 PROMPTS = 12  # samples whose beginnings are prompts of greedy texts
@@ -81,7 +81,7 @@ def check_recall(subject: Subject, context: int) -> None:
 
 
 def self_samples(subject: Subject, length: int, device: str | None, vocabulary: int) -> list[Any]:
-    """Self-generated token ids below `vocabulary`, SAMPLES texts, each (length,); the seed differs
+    """Generated token ids below `vocabulary`, SAMPLES texts, each (length,); the seed differs
     from those of calibration and training.
 
     Raises RefusedError if the model cannot be sampled from.
@@ -96,7 +96,7 @@ def self_samples(subject: Subject, length: int, device: str | None, vocabulary: 
             seed=derive_seed(0, "evaluation"),
             plain=True,
             trust_remote_code=subject.trust_remote_code,
-            vocabulary=vocabulary,
+            id_limit=vocabulary,
         )
     except RefusedError as error:
         raise RefusedError(f"recall cannot be measured: {error}, or pass --no-recall") from error

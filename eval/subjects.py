@@ -98,7 +98,7 @@ class Subject:
         }
         if self.cache:
             config = read_config(recast_as_is(self.checkpoint).config, self.name)
-            record["heads"] = {"query": config.main.query, "kv": config.average_kv}
+            record["heads"] = {"query": config.main_heads.query, "kv": config.average_kv}
             record["kv_cache"] = self._cache_record(self.cache, context, memory)
         return record
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_SHARE = 7 / 8  # of an accelerator's free memory that weights may fill
 _ADAPTED_WEIGHT = ".base_layer.weight"  # of a layer that peft has put an adapter on
-# In the names of classes that predict tokens.
+# Auto classes that predict tokens have one of these in their names.
 _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
 
 
@@ -108,20 +108,29 @@ def _load(
     options: dict[str, Any],
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The model that transformers loads, in evaluation mode; `options`: further arguments of
-    from_pretrained. Raises the errors of `load_model`.
+    """The model that transformers loads, in evaluation mode.
+
+    Args:
+        directory: The directory.
+        dtype: As in `load_model`.
+        trust_remote_code: Whether code of the checkpoint may run.
+        options: Further arguments of from_pretrained, or of from_config without weights.
+        weights: Whether to load any; if not, parameters are on `meta`.
+
+    Raises:
+        RefusedError, RuntimeError, MemoryError: As `load_model`.
     """
     try:
         with quiet_transformers(), _directory_without_flags(directory) as config_directory:
             config = read_auto_config(directory, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
-                options["trust_remote_code"] = trust_remote_code
-                return _empty_model(cls, config, dtype, options)
+                return _empty_model(cls, config, dtype, options, trust_remote_code)
 
             if config_directory != directory:
                 # Code of a checkpoint is found by the path of its config, so that gets the object.
-                options["config"] = config if _is_auto(cls) else config_directory
+                own_config = config if _is_auto(cls) else config_directory
+                options = {**options, "config": own_config}
             model, info = cls.from_pretrained(
                 directory,
                 dtype=dtype,
@@ -130,34 +139,47 @@ def _load(
                 output_loading_info=True,
                 **options,
             )
-    except RefusedError:
-        raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
-        if out_of_memory(error):
+        if isinstance(error, RefusedError) or out_of_memory(error):
             raise
-        raise RefusedError(
-            f"transformers cannot load {directory}: {explain(error)}; check that its files are "
-            "complete and fit its config.json"
-        ) from error
+        raise _unreadable(directory, error) from error
     _check_keys(directory, info)
     return model.eval()
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence the bars, tables and hints of transformers: our errors say what matters."""
-    from transformers.utils import logging as transformers_logging
+def _unreadable(directory: str, error: Exception) -> RefusedError:
+    """What is raised for an error of transformers about a checkpoint."""
+    return RefusedError(
+        f"transformers cannot load {directory}: {explain(error)}; check that its files are "
+        "complete and fit its config.json"
+    )
 
-    level = transformers_logging.get_verbosity()
-    has_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if has_bars:
-            transformers_logging.enable_progress_bar()
+
+def _empty_model(
+    cls: Any, config: Any, dtype: str, options: dict[str, Any], trust_remote_code: bool
+) -> PreTrainedModel:
+    """A model of a class whose parameters are on `meta`, in evaluation mode.
+
+    Args:
+        cls: The class, which may be an Auto class.
+        config: Its config.
+        dtype: As in `load_model`.
+        options: Further arguments of `from_config`.
+        trust_remote_code: Whether code of the checkpoint may run; only an Auto class runs any.
+    """
+    from gqa.core.compat import build_model
+
+    torch_dtype = getattr(torch, dtype, None)  # None for `auto`
+    if torch_dtype is None:
+        torch_dtype = config.dtype or torch.float32
+    options = {**options, "dtype": torch_dtype}
+
+    with torch.device("meta"):
+        if _is_auto(cls):
+            model = cls.from_config(config, trust_remote_code=trust_remote_code, **options)
+        else:
+            model = build_model(cls, config, **options)
+        return model.eval()
 
 
 def _spread_options(offload_folder: str) -> dict[str, Any]:
@@ -181,75 +203,6 @@ def _spread_options(offload_folder: str) -> dict[str, Any]:
     }
 
 
-def read_shards(model: PreTrainedModel, directory: str, files: Sequence[str], device: str) -> None:
-    """Read weights into an empty model whose parameters are shards (DTensors on `meta`), with
-    transformers' own loading; each process reads only its rows.
-
-    Parameters that are not empty, such as adapters, are not touched. Raises the errors of
-    `load_model`.
-
-    Args:
-        model: The empty model.
-        directory: The checkpoint's directory.
-        files: Paths of its weight files.
-        device: The device of this process.
-    """
-    from safetensors import safe_open
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    from gqa.core.compat import load_weights, set_weight_conversions, weight_conversions
-    from gqa.models.names import follow_prefix
-
-    renamings = _adapter_renamings(model)
-    options = LoadStateDictConfig(
-        pretrained_model_name_or_path=directory,
-        ignore_mismatched_sizes=True,
-        device_map={"": device},
-        dtype=model.dtype,
-        weight_mapping=[*get_model_conversion_mapping(model), *renamings],
-    )
-    try:
-        with ExitStack() as stack, quiet_transformers():
-            slices = {}
-            for path in files:
-                file = stack.enter_context(safe_open(path, "pt", backend="pread"))
-                for key in file.offset_keys():
-                    slices[key] = file.get_slice(key)
-            info = load_weights(model, slices, options)
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise RefusedError(
-            f"transformers cannot load {directory}: {explain(error)}; check that its files are "
-            "complete and fit its config.json"
-        ) from error
-
-    # The model is stored without its adapters: it keeps only the conversions of its class.
-    conversions = weight_conversions(model) or []
-    own_conversions = [entry for entry in conversions if entry not in renamings]
-    set_weight_conversions(model, own_conversions)
-    follow_prefix(model, slices)
-    _check_keys(directory, info.to_dict())
-
-
-def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
-    """Conversions of stored names into those of layers that peft has put an adapter on."""
-    from transformers.core_model_loading import WeightRenaming
-
-    layers = [
-        re.escape(key.removesuffix(_ADAPTED_WEIGHT))
-        for key in model.state_dict()
-        if key.endswith(_ADAPTED_WEIGHT)
-    ]
-    if not layers:
-        return []
-    return [
-        WeightRenaming(rf"^({'|'.join(layers)})\.{tail}$", rf"\1.base_layer.{tail}")
-        for tail in ("weight", "bias")
-    ]
-
-
 def _check_keys(directory: str, info: dict[str, Any]) -> None:
     """Raise RefusedError if stored tensors are not those of the class, by transformers' report."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -262,23 +215,21 @@ def _check_keys(directory: str, info: dict[str, Any]) -> None:
             )
 
 
-def _empty_model(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
-    """A model of the class whose parameters are on `meta`.
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the bars, tables and hints of transformers: our errors say what matters."""
+    from transformers.utils import logging as transformers_logging
 
-    `options`: arguments of `from_config` of an Auto class.
-    """
-    from gqa.core.compat import build_model
-
-    if dtype == "auto":
-        options["dtype"] = config.dtype or torch.float32
-    else:
-        options["dtype"] = getattr(torch, dtype)
-
-    with torch.device("meta"):
-        if _is_auto(cls):
-            return cls.from_config(config, **options).eval()
-        del options["trust_remote_code"]  # only an Auto class runs code of a checkpoint
-        return build_model(cls, config, **options).eval()
+    level = transformers_logging.get_verbosity()
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def read_auto_config(directory: str, trust_remote_code: bool = False) -> Any:
@@ -360,13 +311,6 @@ def _directory_without_flags(directory: str) -> Iterator[str]:
         yield config_directory
 
 
-def _is_auto(cls: Any) -> bool:
-    """Whether a class is one of transformers' Auto classes, which choose the class of a
-    checkpoint.
-    """
-    return hasattr(cls, "from_config")
-
-
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The class that a config names, else the one of its model type that predicts tokens.
 
@@ -381,9 +325,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
         return ours
 
     if trust_remote_code and getattr(config, "auto_map", None):
-        autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
-        auto_name = autos[0] if autos else "AutoModelForCausalLM"
-        return getattr(transformers, auto_name)
+        return getattr(transformers, _auto_class_name(config.auto_map, name))
 
     cls = getattr(transformers, name, None)
     if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
@@ -406,15 +348,44 @@ def _first_architecture(config: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
+def _auto_class_name(auto_map: Any, architecture: str) -> str:
+    """The Auto class of transformers that loads the class `architecture`, which is code of the
+    checkpoint; if `auto_map` has none, one that predicts tokens, or else the first.
+    """
+    import transformers
+
+    default = "AutoModelForCausalLM"
+    if not isinstance(auto_map, dict):
+        return default
+
+    names: list[str] = [name for name in auto_map if name.startswith("AutoModelFor")]
+    names = [name for name in names if hasattr(transformers, name)]
+    for name in names:
+        class_name = str(auto_map[name]).rpartition(".")[2]  # of `module.Class`
+        if class_name == architecture:
+            return name
+
+    if default in names or not names:
+        return default
+    return names[0]
+
+
+def _is_auto(cls: Any) -> bool:
+    """Whether a class is one of transformers' Auto classes, which choose the class of a
+    checkpoint.
+    """
+    return hasattr(cls, "from_config")
+
+
 def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
     """Whether the class that a config names reads token ids and has a head that predicts them.
 
     Classifiers, reward models, base classes and models of sound do not.
     """
-    from transformers import GenerationMixin, PreTrainedModel
+    from transformers import GenerationMixin
 
     cls = model_class(config, trust_remote_code)
-    if not issubclass(cls, PreTrainedModel):  # an Auto class
+    if _is_auto(cls):
         return bool(_PREDICTING.search(cls.__name__))
     return issubclass(cls, GenerationMixin) and cls.main_input_name == "input_ids"
 
@@ -445,6 +416,72 @@ def cache_name(model: PreTrainedModel) -> str:
     """
     arguments = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in arguments else "past_key_values"
+
+
+def read_shards(model: PreTrainedModel, directory: str, files: Sequence[str], device: str) -> None:
+    """Read weights into an empty model whose parameters are shards (DTensors on `meta`), with
+    transformers' own loading; each process reads only its rows.
+
+    Parameters that are not empty, such as adapters, are not touched. Raises the errors of
+    `load_model`.
+
+    Args:
+        model: The empty model.
+        directory: The checkpoint's directory.
+        files: Paths of its weight files.
+        device: The device of this process.
+    """
+    from safetensors import safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    from gqa.core.compat import load_weights, set_weight_conversions, weight_conversions
+    from gqa.models.names import follow_prefix
+
+    renamings = _adapter_renamings(model)
+    options = LoadStateDictConfig(
+        pretrained_model_name_or_path=directory,
+        ignore_mismatched_sizes=True,
+        device_map={"": device},
+        dtype=model.dtype,
+        weight_mapping=[*get_model_conversion_mapping(model), *renamings],
+    )
+    try:
+        with ExitStack() as stack, quiet_transformers():
+            slices = {}
+            for path in files:
+                file = stack.enter_context(safe_open(path, "pt", backend="pread"))
+                for key in file.offset_keys():
+                    slices[key] = file.get_slice(key)
+            info = load_weights(model, slices, options)
+    except Exception as error:  # whatever a library raises about a checkpoint it cannot read
+        if isinstance(error, RefusedError) or out_of_memory(error):
+            raise
+        raise _unreadable(directory, error) from error
+
+    # The model is stored without its adapters: it keeps only the conversions of its class.
+    conversions = weight_conversions(model) or []
+    own_conversions = [entry for entry in conversions if entry not in renamings]
+    set_weight_conversions(model, own_conversions)
+    follow_prefix(model, slices)
+    _check_keys(directory, info.to_dict())
+
+
+def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
+    """Conversions of stored names into those of layers that peft has put an adapter on."""
+    from transformers.core_model_loading import WeightRenaming
+
+    layers = [
+        re.escape(key.removesuffix(_ADAPTED_WEIGHT))
+        for key in model.state_dict()
+        if key.endswith(_ADAPTED_WEIGHT)
+    ]
+    if not layers:
+        return []
+    return [
+        WeightRenaming(rf"^({'|'.join(layers)})\.{tail}$", rf"\1.base_layer.{tail}")
+        for tail in ("weight", "bias")
+    ]
 
 
 def load_tokenizer(

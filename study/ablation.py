@@ -70,7 +70,7 @@ class Ablation:
         check_target_column(self.subject, options.target_column)
 
         plans = self._plan_conversions()
-        self.cells = options.cells(plans[0].config.main.kv)
+        self.cells = options.cells(plans[0].config.main_heads.kv)
         self._text = self._read_heldout()
         if any(plan.reads_text for plan in plans):
             options.maps_options.text.check_sources(
@@ -100,7 +100,7 @@ class Ablation:
             for method, groups in product(self.options.methods, counts)
         ]
 
-        heads = plans[0].config.main.kv
+        heads = plans[0].config.main_heads.kv
         if max(counts) > heads:
             raise RefusedError(
                 f"--kv-heads {max(counts)} is more than the {heads} KV heads of "
@@ -115,7 +115,7 @@ class Ablation:
             if not alpha:
                 continue
             training = self.options.training(alpha, Path(base.path), self.options.output)
-            # As `settle` decides it
+            # As `decide_defaults` decides it
             repeats = training.distills and not base.config.is_encoder_decoder
             training = replace(training, repeats=repeats)
             build_data(training, base.checkpoint, None, base.config, base.tokenizer, "cpu", SILENT)
@@ -340,7 +340,7 @@ class Ablation:
             return dict(json.loads(columns.read_text()))
 
         start = time.perf_counter()
-        setup = prepare(self.options.training(cell.alpha, converted, path), found_elsewhere=False)
+        setup = prepare(self.options.training(cell.alpha, converted, path), shares_states=False)
         progress, record = uptrain(setup)
         row = {
             "train": record["options"]["train"],

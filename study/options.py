@@ -18,20 +18,8 @@ from gqa.convert.options import ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
-from gqa.core.options import (
-    COUNT,
-    FROM_ZERO,
-    HARDWARE,
-    MAIN,
-    OUTPUT,
-    SHARE,
-    OneOf,
-    Options,
-    flag,
-    option,
-    same_as,
-    tokens_type,
-)
+from gqa.core.option_types import COUNT, FROM_ZERO, SHARE, OneOf, tokens_type
+from gqa.core.options import HARDWARE, MAIN, OUTPUT, Options, flag, option, same_as
 from gqa.corpus.specs import is_self
 from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
@@ -107,10 +95,10 @@ class AblateOptions(Options):
         missing="pass the directory of the study with -o DIR",
         short="-o",
         metavar="DIR",
-        free=True,
+        may_change=True,
         group=MAIN,
     )
-    model: str | None = option(None, argument="[MODEL]", free=True)
+    model: str | None = option(None, argument="[MODEL]", may_change=True)
     data: tuple[str, ...] = option(
         (),
         "Text to calibrate and train on, from the sources of gqa-uptrain except self. Repeat the "
@@ -129,7 +117,7 @@ class AblateOptions(Options):
         "Methods to compare; random is a control.",
         OneOf([*METHODS]),
         metavar="METHOD[,...]",
-        free=True,
+        may_change=True,
         group=MAIN,
     )
     kv_heads: tuple[int, ...] | None = option(
@@ -140,7 +128,7 @@ class AblateOptions(Options):
         short="-g",
         alias="--groups",
         metavar="G[,...]",
-        free=True,
+        may_change=True,
         group=MAIN,
     )
     alphas: tuple[float, ...] = option(
@@ -148,7 +136,7 @@ class AblateOptions(Options):
         "Fractions of the data to train on; 0: no training.",
         SHARE,
         metavar="FRACTION[,...]",
-        free=True,
+        may_change=True,
         group=MAIN,
     )
 
@@ -171,7 +159,13 @@ class AblateOptions(Options):
         group="Text",
     )
 
-    calibration_tokens: int = same_as(ConvertOptions, "tokens", group="Conversion")
+    calibration_tokens: int = same_as(
+        ConvertOptions,
+        "tokens",
+        help="Calibration tokens (--methods calibrated and refined). Sources of --data share them "
+        "equally; general next to others gets a quarter, at most 12,288.",
+        group="Conversion",
+    )
     refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")
 
     train: Scope | None = same_as(TrainOptions, "train", group="Training")
@@ -180,7 +174,12 @@ class AblateOptions(Options):
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
     learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
-    seed: int = same_as(TrainOptions, "seed", group="Training")
+    seed: int = same_as(
+        TrainOptions,
+        "seed",
+        help="Random seed of conversions, data order and sampling.",
+        group="Training",
+    )
 
     eval_tokens: int | None = option(
         None,
@@ -200,24 +199,26 @@ class AblateOptions(Options):
         0.1,
         "Recommend the smallest KV cache within N nats per token of MODEL's loss.",
         FROM_ZERO,
-        free=True,
+        may_change=True,
         group="Evaluation",
     )
 
     device: str | None = same_as(TrainOptions, "device", group=HARDWARE)
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
-        "Dtype of the computation.  [default: float32 for training; for evaluation that of "
-        "gqa-eval]",
+        "Dtype of the computation.  [default: float32 for training; for evaluation as stored, but "
+        "float32 on a CPU that emulates 16 bits]",
         group=HARDWARE,
     )
 
-    overwrite: bool = option(False, "Remove the study at DIR first.", free=True, group=OUTPUT)
+    overwrite: bool = option(False, "Remove the study at DIR first.", may_change=True, group=OUTPUT)
     verbose: bool = same_as(TrainOptions, "verbose", group=OUTPUT)
-    quiet: bool = same_as(EvaluateOptions, "quiet", free=True, group=OUTPUT)
+    quiet: bool = same_as(EvaluateOptions, "quiet", may_change=True, group=OUTPUT)
     # For Python callers.
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
-    trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
+    trust_remote_code: bool = same_as(
+        TrainOptions, "trust_remote_code", may_change=True, expert=True
+    )
 
     def cells(self, heads: int) -> list[Cell]:
         """The grid for a base model of `heads` KV heads: the base model, then every combination of
@@ -264,7 +265,7 @@ class AblateOptions(Options):
 
     def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         """The base model and the options that all cells of a study share, JSON-ready."""
-        bound = {name: portable(value) for name, value in self.binding().items()}
+        bound = {name: portable(value) for name, value in self.identity_values().items()}
         return {
             "model": checkpoint.hub_id or name,
             "fingerprint": checkpoint_digest(checkpoint),
@@ -316,7 +317,7 @@ class AblateOptions(Options):
         defaults.
         """
         words = list[str]()
-        for name in self.binding():
+        for name in self.identity_values():
             if name not in names or not self.is_set(name):
                 continue
             value = getattr(self, name)

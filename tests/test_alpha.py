@@ -17,6 +17,7 @@ from support.documents import documents_of, lines, open_data, texts_of, tokenize
 from support.embedded import SOURCE
 
 from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError
 from gqa.corpus.blocks import Blocks, pack
@@ -223,7 +224,8 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
         Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how
     )
     text = replace(options.maps_options.text, repeats=False)
-    ids = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
+    reader = CalibrationReader(text, read_checkpoint(SOURCE), "cpu", SILENT)
+    ids = reader.blocks_and_heldout()[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
     tokens = [one.tokens for one in TextEncoder(tokenizer).encode([*source.texts()])]
     held = grams(block for block, _ in pack(tokens, 64))

@@ -347,7 +347,7 @@ def test_refused_before_anything_is_measured(
     """A place that is taken, a class whose layers cannot differ, and whatever the conversion would
     refuse.
     """
-    forbid(monkeypatch, "gqa.convert.merge.self_samples.sampled_blocks", "it was measured")
+    forbid(monkeypatch, "gqa.convert.merge.calibration_reader.sampled_blocks", "it was measured")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(

@@ -17,7 +17,7 @@ from support.embedded import counting
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache
 
-from gqa.convert.merge import self_samples
+from gqa.convert.merge import sample_store
 from gqa.core.errors import CacheError
 from gqa.core.shelves import shelves
 from gqa.corpus.cache import datasets_cache
@@ -121,7 +121,7 @@ def test_a_full_cache_is_not_a_full_output(
     """While the model writes text: the error names the cache, not OUT, and the way out."""
     use_data_cache(monkeypatch, tmp_path / "cache")
     # A disk that is full, or read-only, when generated text is kept
-    monkeypatch.setattr(self_samples, "_append_batches", fail(number))
+    monkeypatch.setattr(sample_store, "_append_batches", fail(number))
     words = {
         "gqa-convert": ("-g", 2, "--context", 16, "--tokens", 256),
         "gqa-uptrain": (

@@ -48,6 +48,25 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
+def test_a_sample_of_few_long_blocks_is_of_blocks_that_count(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first block, if that is for validation: nothing would be fitted to."""
+    # Each block is as long as all that is sampled
+    monkeypatch.setattr("gqa.convert.merge.fit.FITTED_TOKENS", Ids.length)
+    sampled: list[list[int]] = []
+
+    def sample(task: FitTask) -> FittedModule:
+        weights = task.position_weights.clone()
+        weights[0] = 0
+        refined = replace(task, position_weights=weights)
+        sampled.extend(rows.tolist() for rows in refined.sample())
+        return fit_module(task)
+
+    Calibrator(plan_of(source), Ids(count=4).ids(), on_ids(batch=1), sample).run(0)
+    assert sampled == [[1]]
+
+
 # --------------------------------------------------------------------------------------- refinement
 
 
@@ -319,6 +338,6 @@ def test_paligemma_sees_what_follows(tmp_path: Path, name: str, causal: bool) ->
         ids[:, -1] = last
         calibrator = Calibrator(plan, ids, on_ids())
         calibrator.run(0)
-        return calibrator.text.base.hidden[:, 0]
+        return calibrator.calibration_states.base.hidden[:, 0]
 
     assert torch.equal(first_states(3), first_states(4)) == causal

@@ -29,6 +29,7 @@ from support.training import Runs, difference
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
@@ -45,10 +46,9 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(
     """On text that nothing is fitted to, as whole models have it."""
     options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
     done = convert_checkpoint(source, 2, out, method=method, maps_options=options)
-    quality, ids = (
-        done.record["quality"],
-        options.text.blocks_and_heldout(read_checkpoint(source), "cpu", SILENT, CHECKED_TOKENS)[1],
-    )
+    quality = done.record["quality"]
+    reader = CalibrationReader(options.text, read_checkpoint(source), "cpu", SILENT)
+    _, ids = reader.blocks_and_heldout(CHECKED_TOKENS)
     assert quality["tokens"] == 15 * len(ids) == 15 * 512
     copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)
     for name, directory in (("base", source), ("converted", out)):
@@ -95,7 +95,7 @@ def test_what_is_said_of_the_quality(
     done = convert(*text)
     quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\) on .*, recall \d+% \(base model \d+%\)"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
-    assert " tokens of self-generated text in windows of 16, recall " in line
+    assert " tokens of generated text in windows of 16, recall " in line
     level, _, numbers = line.partition(": ")
     card = (out / "README.md").read_text()
     assert f"**{level.capitalize()}** (" in card
@@ -511,6 +511,7 @@ def test_errors_in_a_model_are_told_as_they_are(
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
     # Which reads no text
-    monkeypatch.setattr("gqa.convert.merge.from_weights.from_weights", Mock(side_effect=NO_MEMORY))
+    estimate_maps = "gqa.convert.merge.maps_from_weights.estimate_maps"
+    monkeypatch.setattr(estimate_maps, Mock(side_effect=NO_MEMORY))
     with pytest.raises(RefusedError, match=r"^out of memory on cpu; pass another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

@@ -34,10 +34,12 @@ from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
-from gqa.core.console import SILENT
+from gqa.convert.merge.workload import calibration_workload
+from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import Blocks
 from gqa.corpus.encoders import Encoders
@@ -61,11 +63,17 @@ def written(place: Path, documents: int) -> str:
     return str(file)
 
 
+def reader(
+    text: CalibrationText, model: Path = SOURCE, watcher: Watcher = SILENT
+) -> CalibrationReader:
+    return CalibrationReader(text, read_checkpoint(model), "cpu", watcher)
+
+
 def blocks(
     source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False
 ) -> Tensor:
     text = CalibrationText((source,), length * count, length, seed, repeats=repeats)
-    return text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0]
+    return reader(text).blocks_and_heldout()[0]
 
 
 def test_no_more_is_tokenized_than_is_needed(tmp_path: Path, counted: Counted) -> None:
@@ -93,8 +101,8 @@ def test_held_out_blocks_are_others(
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(numbers))))
     spec = str(tmp_path / "text.txt") if numbers else "self"
     text = CalibrationText((spec,), LENGTH * 16, LENGTH, repeats=False)
-    fitted, others = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT, LENGTH * 4)
-    whole = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0]
+    fitted, others = reader(text).blocks_and_heldout(LENGTH * 4)
+    whole, _ = reader(text).blocks_and_heldout()
     assert len(others) == (held or (len(fitted) + len(others)) // 8) > 0
     rows = [{tuple(row) for row in part.tolist()} for part in (fitted, others, whole)]
     assert not rows[0] & rows[1]
@@ -110,7 +118,7 @@ def test_a_small_source_is_used_from_end_to_end(
     characters a token.
     """
     # How many characters a token is taken to have
-    monkeypatch.setattr(module, "_CHARACTERS", characters)
+    monkeypatch.setattr(module, "_CHARACTERS_PER_TOKEN", characters)
     source = written(tmp_path, documents)
     text = tokenize([parse_source(source)], Encoders(tokenizer()))
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)
@@ -168,7 +176,7 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
     bring_class(model := copy_source(tmp_path))
     for trusted in (True, False):
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
-        found = text.blocks_and_heldout(read_checkpoint(model), "cpu", SILENT)[0]
+        found, _ = reader(text, model).blocks_and_heldout()
         assert bool((found[:, 1:] == 7).all()) is trusted
 
 
@@ -182,13 +190,29 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
         (("self",), 2),
     ):
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
-        found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
+        found = reader(text, watcher=recorder).inputs()[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
     asked = f"blocks of {LENGTH} tokens that calibration asks for; pass more text with --data"
     assert recorder.warnings == [
         f"{source} has only {len(pieces)} of the 99 {asked}",
         f"{source} has only {len(pieces)} of the 99 {asked}",
     ]
+
+
+def test_generated_text_is_rounded_down_to_whole_blocks() -> None:
+    text = CalibrationText((f"self:plain:{3 * LENGTH - 1}",), length=LENGTH)
+    found, _ = reader(text).blocks_and_heldout()
+    assert found.shape == (2, LENGTH)
+
+
+def test_the_estimate_is_of_the_blocks_that_are_generated() -> None:
+    plan = plan_conversion(SOURCE, 2, method="calibrated")
+
+    def cache_bytes(tokens: int) -> float:
+        text = CalibrationText((f"self:{tokens}",), length=LENGTH)
+        return calibration_workload(plan, MapsOptions(text=text)).cache_bytes
+
+    assert cache_bytes(3 * LENGTH - 1) == cache_bytes(2 * LENGTH)
 
 
 def test_held_out_blocks_of_one_source_do_not_hide_that_another_is_short(tmp_path: Path) -> None:
@@ -198,7 +222,7 @@ def test_held_out_blocks_of_one_source_do_not_hide_that_another_is_short(tmp_pat
     sources = (str(tmp_path / "long.txt"), str(tmp_path / "short.txt"))
     text = CalibrationText(sources, 2 * 16 * LENGTH, LENGTH, repeats=False)
 
-    text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", recorder, 16 * LENGTH)
+    reader(text, watcher=recorder).blocks_and_heldout(16 * LENGTH)
 
     (warning,) = recorder.warnings
     assert warning.startswith(f"{sources[1]} has only ")
@@ -232,17 +256,18 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
         options = MapsOptions(text=text, device="cpu", check=True)
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
         fitted, measured = calls[-1]
-        scored = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED_TOKENS)[1]
+        _, scored = reader(text).blocks_and_heldout(CHECKED_TOKENS)
         rows = [{tuple(row) for row in part.tolist()} for part in (fitted, measured, scored)]
         is_short = count == 3
         assert len(fitted) == (2 if is_short else 16)
         assert len(measured) == (1 if is_short else 4)
         assert len(scored) > 0
         assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
-    numbered = Mock(
-        blocks_and_heldout=Mock(return_value=(torch.arange(40)[:, None].expand(-1, LENGTH), None))
-    )
-    budget.heads_within(read_checkpoint(SOURCE), 0.5, MapsOptions(text=numbered, device="cpu"))
+    numbers = torch.arange(40)[:, None].expand(-1, LENGTH)
+    numbered = Mock(blocks_and_heldout=Mock(return_value=(numbers, None)))
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "CalibrationReader", Mock(return_value=numbered))
+        budget.heads_within(read_checkpoint(SOURCE), 0.5, MapsOptions(device="cpu"))
     assert [int((part[:, 0] < 20).sum()) for part in calls[-1]] == [8, 2]
     options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")
     with pytest.raises(
@@ -263,7 +288,7 @@ def pair_inputs(
     text = CalibrationText(
         (str(pair_models / source) if "." in source else source,), 24 * count, 24, **how
     )
-    return text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)[0]
+    return reader(text, pair_models / name).inputs()[0]
 
 
 def rows_of(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
@@ -356,10 +381,11 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
     it; all are drawn with random numbers of their own.
     """
     # Notes how texts are drawn
-    monkeypatch.setattr(text_pairs, "samples", draws := Mock(wraps=text_pairs.samples))
+    draws = Mock(wraps=text_pairs.sample_sequences)
+    monkeypatch.setattr(text_pairs, "sample_sequences", draws)
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
-    twice, _ = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
+    twice, _ = reader(text, pair_models / name).inputs()
     assert len({tuple(call.kwargs["seeds"]) for call in draws.call_args_list}) == 4
     assert rows_of(twice)[:4] == rows_of(once)
     assert rows_of(twice, "decoder_")[:4] == rows_of(once, "decoder_")

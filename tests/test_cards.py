@@ -206,7 +206,7 @@ def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: 
 @pytest.mark.parametrize(
     ("data", "repeats", "says"),
     [
-        ("self", True, "self-generated text in 2 steps (..., with repeated passages)"),
+        ("self", True, "generated text in 2 steps (..., with repeated passages)"),
         ("selfies.jsonl", True, "`selfies.jsonl` in 2 steps (..., with repeated passages)"),
         ("text.jsonl", False, "`text.jsonl` in 2 steps (..., read 4.00 times)"),
     ],

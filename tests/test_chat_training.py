@@ -35,6 +35,7 @@ from support.tiny_models import TINY, build
 from support.training import Runs, difference, losses, material, training_model
 
 from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
@@ -273,7 +274,8 @@ def test_calibration_reads_the_tokens_that_training_reads(chats: Path, tmp_path:
     model = chat_model(tmp_path, CHATML)
     text = CalibrationText((str(chats),), SIZE * 1000, SIZE, repeats=False)
 
-    blocks, _ = text.blocks_and_heldout(read_checkpoint(model), "cpu", SILENT)
+    reader = CalibrationReader(text, read_checkpoint(model), "cpu", SILENT)
+    blocks, _ = reader.blocks_and_heldout()
 
     of_text = {"assistant_only_loss": False, "heldout": "stdlib:heldout"}
     trained = joined(opened(chats, **of_text), "input_ids")

@@ -26,8 +26,8 @@ from gqa.models import loading
 
 PAGE = ROOT / "docs/methods.md"
 HEADER = (
-    "| `--method` | chooses the merge from | takes | heads of the result "
-    "| ratio, example model, 8 → 2 heads |\n|---|---|---|---|---|\n"
+    "| `--method` | uses | time | KV heads of the result "
+    "| perplexity ratio, example model, 8 → 2 KV heads |\n|---|---|---|---|---|\n"
 )
 
 # Of tiny models: what `calibrated` says of those that it cannot convert, and which methods they

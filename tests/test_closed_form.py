@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
-from gqa.convert.merge import from_weights, sensitivity, shared_values
+from gqa.convert.merge import maps_from_weights, sensitivity, shared_values
 from gqa.convert.merge.input_moments import InputMoments, Mlp, gram
 from gqa.convert.merge.sensitivity import (
     LEAST_ENERGY,
@@ -313,7 +313,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
             found.append(rows @ rows.mT)
 
     # Notes the estimates, which are not part of any result
-    monkeypatch.setattr(from_weights, "InputMoments", Noted)
+    monkeypatch.setattr(maps_from_weights, "InputMoments", Noted)
     plan = plan_conversion(source, groups, method="aligned")
     assert list(METHODS["aligned"].maps_by_module(plan))
     return found

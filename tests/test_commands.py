@@ -34,16 +34,8 @@ from gqa.convert.options import ConvertOptions
 from gqa.core import console
 from gqa.core import options as core_options
 from gqa.core.errors import OutputError, RefusedError
-from gqa.core.options import (
-    Amount,
-    Number,
-    Options,
-    Several,
-    Text,
-    _types,
-    flag,
-    read,
-)
+from gqa.core.option_types import Amount, Number, Several, Text
+from gqa.core.options import Options, _types, flag, options_from_click
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
 from gqa.uptrain.options import Rate, TrainOptions
@@ -110,7 +102,7 @@ def test_messages_name_options_that_are_there() -> None:
 def test_values(program: str, words: str, name: str, value: object) -> None:
     kind, _, least = PROGRAMS[program]
     with COMMANDS[program].make_context(program, [*least, *words.split()]) as ctx:
-        assert getattr(read(kind, ctx.params), name) == value
+        assert getattr(options_from_click(kind, ctx.params), name) == value
 
 
 @pytest.mark.parametrize(
@@ -178,7 +170,7 @@ def test_bad_values_are_refused_in_one_line(
     """
     monkeypatch.chdir(tmp_path)
     name, kind = option.opts[-1], option.type
-    is_name = isinstance(kind.kind if isinstance(kind, Several) else kind, Text)
+    is_name = isinstance(kind.value_type if isinstance(kind, Several) else kind, Text)
     for value in ("-1", "") if is_name else ("nan", "inf", "-1", str(10**19), "9" * 400, ""):
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
         done.expect(2, out="", err_lines=1)
@@ -195,7 +187,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
         name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING
     }
     for name, (type_, _) in _types(kind).items():
-        of_one = type_.kind if isinstance(type_, Several) else type_
+        of_one = type_.value_type if isinstance(type_, Several) else type_
         numeric = isinstance(of_one, (Number, Amount, Rate))
         bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("", 1.5)
         for value in bad:

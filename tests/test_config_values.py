@@ -233,6 +233,15 @@ def test_a_refusal_names_the_key_and_its_value(
     assert f"{key}: {json.dumps(value)}" in line
 
 
+@pytest.mark.parametrize("key", ["num_key_value_heads", "num_attention_heads"])
+def test_no_heads_are_not_as_many_as_there_are_others(
+    key: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
+    """A count of 0 is stated, unlike one that is left out."""
+    config = changed(config_of(sound["llama"]), (key,), 0)
+    assert f"{key}: 0" in refused_or_done(sound["llama"], config, "mean", tmp_path / "m")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sound_config_is_not_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
     """The control of both tests."""

@@ -35,14 +35,14 @@ from support.repository import SCRIPTS
 from support.tiny_configs import COPIES, CUSTOM
 from support.tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.recast import targets
 from gqa.models import custom_code, modeling
 from gqa.models.custom_code import BY_LAYER, MODEL_TYPES, config_class
-from gqa.models.loading import load_tokenizer
+from gqa.models.loading import load_tokenizer, model_class
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in CUSTOM}
@@ -300,3 +300,41 @@ def test_our_commands_need_no_trust(all_converted: dict[str, Path], tmp_path: Pa
     done.expect()
     assert tiny_of(tmp_path / "one").name == "gqa_gpt2"
     assert "trust_remote_code=True" in done.err
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "expected"),
+    [
+        # The entry whose code is the class that `architectures` names, wherever it stands
+        (
+            {
+                "AutoModelForSequenceClassification": "m.OursForClassification",
+                "AutoModelForCausalLM": "m.OursForCausalLM",
+            },
+            "AutoModelForCausalLM",
+        ),
+        (
+            {
+                "AutoModelForCausalLM": "m.OtherForCausalLM",
+                "AutoModelForSeq2SeqLM": "m.OursForCausalLM",
+            },
+            "AutoModelForSeq2SeqLM",
+        ),
+        # None of that name: one that predicts tokens, or the first
+        (
+            {
+                "AutoModelForSequenceClassification": "m.A",
+                "AutoModelForCausalLM": "m.B",
+            },
+            "AutoModelForCausalLM",
+        ),
+        ({"AutoModelForSequenceClassification": "m.A"}, "AutoModelForSequenceClassification"),
+        # Auto classes that transformers lacks, and an entry of the wrong type
+        ({"AutoModelForNothing": "m.OursForCausalLM"}, "AutoModelForCausalLM"),
+        (["AutoModelForCausalLM"], "AutoModelForCausalLM"),
+    ],
+)
+def test_the_auto_class_is_that_of_the_architecture(auto_map: Any, expected: str) -> None:
+    config = LlamaConfig(architectures=["OursForCausalLM"])
+    config.auto_map = auto_map
+    assert model_class(config, trust_remote_code=True).__name__ == expected

@@ -52,7 +52,8 @@ from transformers import (
 
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads import config as heads_config
-from gqa.convert.heads.config import read_config, valid_groups
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config_edits import valid_groups
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import Family, Rule, Separate, Symmetry
 from gqa.convert.recast.targets import RECASTINGS

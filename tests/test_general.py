@@ -10,6 +10,7 @@ import pytest
 from support.embedded import SOURCE, copy_source, tokenizer
 
 from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError
@@ -82,9 +83,8 @@ def test_its_share_of_the_tokens(
 def calibration(source: Path, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
     """Blocks, and those that are held out, of 16 blocks of text."""
     text = CalibrationText(tokens=16 * 64, length=64, **options)
-    blocks, heldout = text.blocks_and_heldout(
-        read_checkpoint(source), "cpu", SILENT, heldout_tokens=128
-    )
+    reader = CalibrationReader(text, read_checkpoint(source), "cpu", SILENT)
+    blocks, heldout = reader.blocks_and_heldout(heldout_tokens=128)
     return blocks.tolist(), heldout.tolist()
 
 

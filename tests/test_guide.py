@@ -25,7 +25,7 @@ from transformers import LlamaConfig, Qwen2Config
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.advice import default_training_memory, next_line
 from gqa.convert.api import prepare
-from gqa.convert.merge.self_samples import max_sequences
+from gqa.convert.merge.sampling import max_sequences
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 from gqa.core import devices

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import MERGED, SINGLE, Result, check_refused, llama, run
 
+from gqa.checkpoint import read
 from gqa.checkpoint.read import read_checkpoint
 
 
@@ -126,6 +127,35 @@ def test_links_into_a_cache_of_the_hub_are_followed(model: Path, tmp_path: Path)
     result = convert(model)
     result.expect(complaints="")
     assert written(model) >= {"config.json", SINGLE}
+
+
+def test_a_directory_of_snapshots_that_is_no_cache_may_link_into_one(
+    model: Path, tmp_path: Path
+) -> None:
+    """`snapshots` alone does not make a cache: its parent has to be named models--..."""
+    blobs = tmp_path / "hub/models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    (tmp_path / "snapshots").mkdir()
+    moved = model.rename(tmp_path / "snapshots/m")
+    (moved / SINGLE).rename(blobs / SINGLE)
+    (moved / SINGLE).symlink_to(blobs / SINGLE)
+    assert read_checkpoint(moved).files == (SINGLE,)
+
+
+@pytest.mark.parametrize(("name", "is_needed"), [("chart.png", False), ("tokenizer.json", True)])
+def test_files_that_cannot_be_read_are_left_out_unless_they_are_needed(
+    model: Path, name: str, is_needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / name).write_text("x")
+    monkeypatch.setattr(read.os, "access", lambda path, mode: Path(path).name != name)
+    if is_needed:
+        with pytest.raises(PermissionError):
+            read_checkpoint(model)
+        return
+
+    checkpoint = read_checkpoint(model)
+    assert name not in checkpoint.side_files
+    assert checkpoint.warnings == (f"{name} cannot be read; it is left out",)
 
 
 def test_what_looks_like_a_cache_inside_a_model_leads_nowhere_else(

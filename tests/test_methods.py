@@ -26,8 +26,8 @@ from gqa.convert.heads.family import (
     Separate,
 )
 from gqa.convert.merge.fit import FitTask, FittedModule
-from gqa.convert.merge.from_weights import ModuleEstimate
 from gqa.convert.merge.grouping import find_order, partitions, swap_heads
+from gqa.convert.merge.maps_from_weights import ModuleEstimate
 from gqa.convert.merge.moments import Moments, MomentSums
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 from gqa.convert.methods.base import Method
@@ -162,7 +162,7 @@ def test_a_method_that_reads_text_is_one_object(
 
 def test_every_kind_of_setting_belongs_to_a_method_and_an_option() -> None:
     of_options = {
-        field.metadata["methods"] for field in ConvertOptions.__dataclass_fields__.values()
+        field.metadata["setting"] for field in ConvertOptions.__dataclass_fields__.values()
     }
     of_methods = {setting for method in METHODS.values() for setting in method.settings}
     assert of_options - {""} == of_methods == {"maps", "text", "training", "seed"}

@@ -351,7 +351,7 @@ def test_a_card_is_rendered_and_loads_the_model(
         ]
         assert rows["parameters"] == [f"{count:,}" for count in counts]
     assert ("Quality was not measured" in text) == ("mean" in words)
-    measured = r"perplexity x\d.* tokens of self-generated text in windows of \d+, recall "
+    measured = r"perplexity x\d.* tokens of generated text in windows of \d+, recall "
     assert bool(re.search(measured, text)) == (kind == "measured")
     if kind == "by layer":
         data = write_corpus(Path("text.jsonl"), 4)

@@ -16,6 +16,7 @@ from support.patches import use_data_cache
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_blocks import COPY_TOKENS, without_copies
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT, Watcher
 from gqa.corpus.exclusion import Exclusion
@@ -198,7 +199,8 @@ def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
     )
     options = AblateOptions(Path("study"), "m", data=(str(data),), calibration_context=64, **case)
     text = replace(options.maps_options.text, repeats=False)
-    ids = text.blocks_and_heldout(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
+    reader = CalibrationReader(text, read_checkpoint(SOURCE), "cpu", SILENT)
+    ids = reader.blocks_and_heldout()[0].numpy()
     trained = runs_of(tokenizer.decode(ids.flatten()))
     part = parse_source(str(data)).part(0.2)
     held = HELD if "heldout" in case else [*part.texts()]
@@ -246,7 +248,8 @@ def test_held_out_blocks_are_no_calibration_text_of_another_source(tmp_path: Pat
     def heldout(*paths: Path) -> int:
         sources = tuple(map(str, paths))
         text = CalibrationText(sources, 64 * 1000 * len(paths), 64, repeats=False)
-        return len(text.blocks_and_heldout(checkpoint, "cpu", watcher, 64 * 4)[1])
+        reader = CalibrationReader(text, checkpoint, "cpu", watcher)
+        return len(reader.blocks_and_heldout(64 * 4)[1])
 
     assert heldout(small) > 0
     watcher.warnings.clear()

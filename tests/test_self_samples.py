@@ -17,21 +17,18 @@ from support.patches import sample_at_once, use_data_cache
 from support.processes import small_disk
 from transformers import LlamaConfig
 
-import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge import decoding_attention, sampling, self_samples
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.self_samples import (
-    Draw,
-    SampledBlocks,
-    attend_one,
-    sampled_blocks,
-    samples,
-    store_batches,
-)
+from gqa.convert.merge.decoding_attention import attend_one_query
+from gqa.convert.merge.sample_store import store_batches
+from gqa.convert.merge.sampling import TokenSampler, max_sequences, sample_sequences
+from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError, OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
-from gqa.eval.recall import SAMPLES, self_samples
+from gqa.eval import recall
 from gqa.eval.subjects import Subject
 from gqa.models.loading import load_tokenizer
 from gqa.uptrain.options import TrainOptions
@@ -163,7 +160,10 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
     source = read_checkpoint(SOURCE)
 
     def calibrated() -> list[bytes]:
-        return [row.numpy().tobytes() for row in text.blocks_and_heldout(source, "cpu", SILENT)[0]]
+        return [
+            row.numpy().tobytes()
+            for row in CalibrationReader(text, source, "cpu", SILENT).blocks_and_heldout()[0]
+        ]
 
     def trained() -> list[bytes]:
         options = TrainOptions(
@@ -184,16 +184,17 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
     def measured() -> list[bytes]:
         return [
             row.tobytes()
-            for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None, 4096)
+            for row in recall.self_samples(
+                Subject(SOURCE.name, str(SOURCE), source), SIZE, None, 4096
+            )
         ]
 
     uses = [calibrated(), trained(), measured()]
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
-    assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
-    twice = CalibrationText(
-        ("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE
-    ).blocks_and_heldout(source, "cpu", SILENT)[0]
+    assert len(set(rows)) == len(rows) == 2 * 8 + recall.SAMPLES
+    two_texts = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE)
+    twice, _ = CalibrationReader(two_texts, source, "cpu", SILENT).blocks_and_heldout()
     assert [row.numpy().tobytes() for row in twice[:8]] == uses[0]
     assert len({row.numpy().tobytes() for row in twice}) == len(twice) == 16
 
@@ -213,7 +214,7 @@ def test_samples_of_another_model_are_not_used(
     )
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
     # Other versions of the libraries that generate
-    monkeypatch.setattr(module, "versions", lambda *names: "others")
+    monkeypatch.setattr(self_samples, "versions", lambda *names: "others")
     fingerprints.append(sampled(teacher, 3)[0].fingerprint)
     assert len(set(fingerprints)) == 4
 
@@ -225,13 +226,13 @@ def test_as_many_at_a_time_as_memory_holds(
     loaded to several.
     """
     # The same text in whatever dtype a device is fastest in
-    monkeypatch.setattr(module, "fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(self_samples, "fast_dtype", lambda device: torch.float32)
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
     batches, loads, texts, plain, float32 = (
         list[int](),
         list[str](),
         list[bytes](),
-        module.samples,
+        self_samples.sample_sequences,
         teacher.float(),
     )
 
@@ -244,13 +245,15 @@ def test_as_many_at_a_time_as_memory_holds(
         return float32
 
     # Notes how many texts are written at once
-    monkeypatch.setattr(module, "samples", counted)
+    monkeypatch.setattr(self_samples, "sample_sequences", counted)
     monkeypatch.setattr(
-        module, "max_sequences", lambda checkpoint, length, dtype, free: free // weights * 4 + 1
+        self_samples,
+        "max_sequences",
+        lambda checkpoint, length, dtype, free: free // weights * 4 + 1,
     )
     for free in (None, 3 * weights, weights):
         # A CPU, a device that has room, and one that is filled by the weights
-        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(self_samples, "free_memory", lambda device, free=free: free)
         blocks = sampled_blocks(
             opened, "cpu", read_checkpoint(SOURCE), size=SIZE, n_blocks=20, seed=0, plain=True
         )
@@ -259,6 +262,30 @@ def test_as_many_at_a_time_as_memory_holds(
     assert batches == [5, 3, 2] + [1] * 5
     assert loads == ["cpu", "cpu", "auto"]
     assert texts == texts[:1] * 3
+
+
+def test_a_full_device_has_no_room_instead_of_that_of_the_host(
+    teacher, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = list[int]()
+
+    def count_none(checkpoint, length, dtype, free) -> int:
+        rooms.append(free)
+        return 0
+
+    # An accelerator whose memory is taken
+    monkeypatch.setattr(self_samples, "free_memory", lambda device: 0)
+    monkeypatch.setattr(self_samples, "max_sequences", count_none)
+    sampled_blocks(
+        lambda dtype, device: teacher,
+        "cpu",
+        read_checkpoint(SOURCE),
+        size=SIZE,
+        n_blocks=1,
+        seed=0,
+        plain=True,
+    )
+    assert rooms == [0]
 
 
 def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
@@ -276,10 +303,8 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
     )
     free = 80 * 10**9 - header_only(tmp_path, config)
     checkpoint = read_checkpoint(tmp_path)
-    assert 256 <= module.max_sequences(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
-    assert module.max_sequences(checkpoint, 256, torch.bfloat16, 10**6) == 0, (
-        "then one batch is tried"
-    )
+    assert 256 <= max_sequences(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
+    assert max_sequences(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(
@@ -353,7 +378,7 @@ def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The same for a seed and from transformers' cache; what generation_config.json asks for (an
     end) is not done.
     """
-    plain = samples(load(SOURCE), 16, seeds=[1], batch=6)
+    plain = sample_sequences(load(SOURCE), 16, seeds=[1], sequences_per_seed=6)
     assert plain.shape == (6, 16), "BOS"
     assert set(plain[:, 0].tolist()) == {1}, "BOS"
     settings = {
@@ -366,12 +391,14 @@ def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(
         json.dumps(settings)
     )
-    assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
-    assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
-    ours = samples(load(SOURCE), 40, seeds=[1], batch=3)
+    assert torch.equal(plain, sample_sequences(load(model), 16, seeds=[1], sequences_per_seed=6))
+    assert not torch.equal(
+        plain, sample_sequences(load(model), 16, seeds=[2], sequences_per_seed=6)
+    )
+    ours = sample_sequences(load(SOURCE), 40, seeds=[1], sequences_per_seed=3)
     # With the cache of transformers instead of ours
-    monkeypatch.setattr(module, "_cache", lambda model: {})
-    assert torch.equal(ours, samples(load(SOURCE), 40, seeds=[1], batch=3))
+    monkeypatch.setattr(sampling, "growing_cache", lambda model: {})
+    assert torch.equal(ours, sample_sequences(load(SOURCE), 40, seeds=[1], sequences_per_seed=3))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -380,13 +407,13 @@ def test_samples_are_as_surprising_as_the_model_expects(
 ) -> None:
     """The mean of -log p(token) - entropy is zero; of another temperature's samples it is not."""
 
-    class Other(Draw):
+    class Other(TokenSampler):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return super().__call__(input_ids, scores / temperature)
 
     # A way to draw that has another temperature
-    monkeypatch.setattr(module, "Draw", Other)
-    ids = samples(teacher, 33, seeds=[3], batch=32)
+    monkeypatch.setattr(sampling, "TokenSampler", Other)
+    ids = sample_sequences(teacher, 33, seeds=[3], sequences_per_seed=32)
     with torch.no_grad():
         log = teacher(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
     surprise = -log.gather(-1, ids[:, 1:, None])[..., 0]
@@ -404,9 +431,9 @@ def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
     scores[:, 1::2] = -torch.inf
     shares = torch.rand(500, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cdf = scores.double().softmax(-1).cumsum(-1)
-    tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
+    tokens = TokenSampler(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
     assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
-    begun = Draw(
+    begun = TokenSampler(
         torch.Generator().manual_seed(0), second_tokens=torch.tensor([7, 150]).repeat(250)
     )(scores[:, :1], scores)
     assert torch.equal(begun.argmax(-1), torch.where(torch.arange(500) % 2 == 1, tokens, 7))
@@ -433,15 +460,21 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
             given,
             scale=scaling,
         )
-        torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
+        torch.testing.assert_close(
+            attend_one_query(q, k, v, given, scaling), expected.transpose(1, 2)
+        )
 
 
 def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after what fails; while it writes, queries attend one by one."""
     model, single = load(SOURCE), []
     # Counts how often a single query attends
-    monkeypatch.setattr(module, "attend_one", lambda *given: single.append(0) or attend_one(*given))
-    samples(model, 4, seeds=[0], batch=1)
+    monkeypatch.setattr(
+        decoding_attention,
+        "attend_one_query",
+        lambda *given: single.append(0) or attend_one_query(*given),
+    )
+    sample_sequences(model, 4, seeds=[0], sequences_per_seed=1)
     assert len(single) == 3 * model.config.num_hidden_layers
     assert model.config._attn_implementation == "sdpa"
     for forward in (None, lambda **inputs: inputs["of another class"]):
@@ -449,5 +482,5 @@ def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPat
         with pytest.raises(
             RefusedError, match=r"cannot generate 2 sequences of 4 tokens at a time \("
         ):
-            samples(model, 4, seeds=[0], batch=2)
+            sample_sequences(model, 4, seeds=[0], sequences_per_seed=2)
     assert model.config._attn_implementation == "sdpa"

@@ -289,7 +289,7 @@ def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> Non
     parts += [
         list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))
     ]
-    parts.append(list(CalibrationText(specs, separator="--")._whole_source(specs[0]).texts()))
+    parts.append(list(CalibrationText(specs, separator="--")._parse(specs[0]).texts()))
     assert parts == [["one", "two"]] * 3
 
 

@@ -33,7 +33,7 @@ from gqa.convert.merge.budget import heads_within
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.pair import ModelPair
-from gqa.core.errors import RefusedError
+from gqa.core.errors import CorruptError, RefusedError
 from gqa.models.loading import load_model
 from gqa.models.names import saved_tensors
 
@@ -66,7 +66,7 @@ def test_default_configs_are_read(model_type: str) -> None:
     """
     raw = CONFIG_MAPPING[model_type]().to_dict()
     config = read_config(json.loads(json.dumps(raw)), model_type)
-    assert config.main.query % config.main.kv == 0
+    assert config.main_heads.query % config.main_heads.kv == 0
 
 
 @pytest.fixture
@@ -142,6 +142,14 @@ def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
         assert after[name].shape == (rows, 32)
         if rows == 32:
             assert torch.equal(after[name], tensor)
+
+
+@pytest.mark.parametrize("layer", ["mtp.layers.0", "model.layers.0"])
+def test_a_layer_that_has_lost_its_keys_and_values_is_refused(source: Path, layer: str) -> None:
+    query = {f"{layer}.self_attn.q_proj.weight": torch.randn(32, 32)}
+    change(source, query, (f"{layer}.{K}", f"{layer}.{V}"))
+    with pytest.raises(CorruptError, match=f"{layer}.self_attn has queries but no keys and values"):
+        convert_checkpoint(source, 2, method="mean")
 
 
 @pytest.mark.parametrize(

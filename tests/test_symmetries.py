@@ -212,8 +212,8 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
             check_frequencies(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given
         hidden = after_layers(model, calibrator.pair.base_model.prefix, given)
-        assert relative(calibrator.text.base.hidden, hidden) < SAME
-        assert relative(calibrator.text.converted.hidden, hidden) < RECOVERED
+        assert relative(calibrator.calibration_states.base.hidden, hidden) < SAME
+        assert relative(calibrator.calibration_states.converted.hidden, hidden) < RECOVERED
         if example:
             assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
@@ -428,5 +428,5 @@ def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
 
 
 def test_matrices_that_are_stored_the_other_way_round_are_so_for_queries_too() -> None:
-    layouts = [rule.layout for rule in Symmetry(transposed=True).rules]
+    layouts = [rule.layout for rule in Symmetry(stores_transposed=True).query_side_rules]
     assert layouts == [Conv1D(Separate("query")), Conv1D(Separate("output", axis=1))]

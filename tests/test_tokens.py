@@ -368,6 +368,32 @@ def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> N
     assert after < counted.taken()
 
 
+@pytest.mark.parametrize("files", [3, 17])
+def test_a_state_is_refused_if_the_number_of_files_is_another(stream: Open, files: int) -> None:
+    """Its lanes would read other files, and text twice or not at all; or would not exist."""
+    before = stream()
+    steps(before, 0, 2)
+    write_files(Path("other"), files)
+    blocks = stream(data=("other",)).blocks
+    says = f"^other has {files} files, but had 16 when the run was saved; start over with --overw"
+    with pytest.raises(RefusedError, match=says):
+        blocks.seek(json.loads(json.dumps(before.blocks.positions)))
+    assert blocks.positions == []
+
+
+def test_a_state_without_the_number_of_files_is_read_on_from(stream: Open) -> None:
+    before = stream()
+    steps(before, 0, 3)
+    positions = before.blocks.positions
+    for _, _, state in positions:
+        del state["files"]
+
+    continued = stream()
+    continued.blocks.seek(positions)
+    assert continued.blocks.positions == positions
+    assert np.array_equal(steps(continued, 3, 4), steps(before, 3, 4))
+
+
 def test_what_a_stream_depends_on(stream: Open) -> None:
     """Its files, of which another number is another run's, and the lanes in which they are read."""
     before = stream()

@@ -31,7 +31,7 @@ from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
 from gqa.uptrain.advice import more_tokens
-from gqa.uptrain.models import DEFAULT_TOKENS, settle
+from gqa.uptrain.defaults import DEFAULT_TOKENS, decide_defaults
 from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import settle_steps
@@ -48,7 +48,7 @@ def converted(tmp_path: Path) -> Path:
 
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
-    options, _, teacher_text = settle(
+    options, _, teacher_text = decide_defaults(
         TrainOptions(str(model), Path("out"), **given), read_checkpoint(model)
     )
     return options, teacher_text
@@ -176,7 +176,8 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     # A hub that has every model
-    monkeypatch.setattr("gqa.uptrain.models.open_model", open_model)
+    monkeypatch.setattr("gqa.checkpoint.base_model.open_model", open_model)
+    monkeypatch.setattr("gqa.uptrain.defaults.open_model", open_model)
     assert (
         settled(converted)[1]
         == "lab/base at commit abc, the base model (--teacher none: train on text alone)"
@@ -188,7 +189,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RefusedError(f"{name} is out of reach")
 
     # A hub that cannot be reached
-    monkeypatch.setattr("gqa.uptrain.models.open_model", unreachable)
+    monkeypatch.setattr("gqa.checkpoint.base_model.open_model", unreachable)
     options, message = settled(converted, data=("text",))
     assert options.teacher == "none"
     assert message == "the base model lab/base cannot be read: lab/base is out of reach"

@@ -27,7 +27,8 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.models.loading import load_model
 from gqa.uptrain import setup
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both, round_frozen_weights
-from gqa.uptrain.models import freeze_parameters, loading_device
+from gqa.uptrain.models import loading_device
+from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import prepare
 
 pytestmark = pytest.mark.usefixtures("alone")

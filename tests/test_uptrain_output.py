@@ -24,8 +24,9 @@ from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import OutputError, RefusedError
 from gqa.models.loading import load_model
 from gqa.uptrain.export import TrainedCheckpoint, result_tensors
-from gqa.uptrain.models import attention_parameters
+from gqa.uptrain.options import Scope
 from gqa.uptrain.run import uptrain
+from gqa.uptrain.scope import attention_parameters, freeze_parameters, trained_names
 from gqa.uptrain.setup import check_exportable, prepare
 from gqa.uptrain.weights import merge_adapters
 
@@ -306,6 +307,20 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
         > len([*(tmp_path / "again").glob("gqa_uptraining*")])
         == 0
     )
+
+
+@pytest.mark.parametrize("scope", ["attention", "kv"])
+def test_a_weight_that_is_named_as_an_adapter_trains_in_no_other_scope(
+    tmp_path: Path, scope: Scope
+) -> None:
+    """Only `lora` adds adapters: with others it is a weight of the model outside attention."""
+    source = tiny_checkpoint(tmp_path / "source")
+    model = load_model(str(source))
+    model.lora_gate = torch.nn.Linear(2, 2)
+    freeze_parameters(model, read_checkpoint(source), scope)
+    names = trained_names(model)
+    assert any(name.endswith("k_proj.weight") for name in names)
+    assert not any("lora_" in name for name in names)
 
 
 def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:

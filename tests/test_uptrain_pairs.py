@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import check_refused, run
+from support.documents import lines
 from support.faults import kill_at, shard
 from support.loss_oracles import assert_equals
 from support.tiny_models import TINY, build
+from support.training import PAIRS as PAIR_ROWS
 from support.training import (
     Runs,
     difference,
@@ -33,8 +35,8 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.models.loading import load_model
-from gqa.uptrain.models import freeze_parameters, trained_names
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.scope import freeze_parameters, trained_names
 from gqa.uptrain.setup import prepare
 
 _CUSTOM = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "m2m_100")
@@ -186,6 +188,23 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_tokens_count_by_the_mean_of_the_pairs_that_are_left(tmp_path: Path) -> None:
+    """Half of the pairs are long, and are left out: they have a passage of the held-out text."""
+    passage = " ".join(f"passage {n}" for n in range(30))
+    long = [{"said": f"{passage} {n}", "meant": f"{n} {passage}"} for n in range(79)]
+    data = lines(tmp_path / "data.jsonl", *PAIR_ROWS, *long)
+    heldout = lines(tmp_path / "heldout.jsonl", {"said": passage, "meant": passage})
+
+    given = PAIRS | {"data": str(data), "heldout": str(heldout), "context": 64, "batch_size": 1}
+    given |= {"tokens": 900, "steps": None}
+    loader = prepare(options("marian", tmp_path / "out", **given)).dataloader
+
+    assert loader.overlap
+    assert loader.overlap.documents == len(long)
+    assert loader.tokens_until(loader.steps) == pytest.approx(900, rel=0.1)
+
+
+@pytest.mark.usefixtures("alone")
 def test_of_pairs_that_are_cut_those_count_that_are_trained_on(tmp_path: Path) -> None:
     """Three tokens a side cut every pair, of which two are trained on; 64 cut none."""
     few = PAIRS | {"batch_size": 1, "steps": 2}
@@ -227,7 +246,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "t5",
         PAIRS | {"alpha": 0.001, "steps": None},
-        "--alpha 0.001 is 0 tokens, less than one block of 1; pass more",
+        "--alpha 0.001 is less than one pair; pass more\n",
     ),
     (
         "t5",

@@ -205,7 +205,7 @@ def test_a_signal_saves_and_leaves(
     assert stopped.err.splitlines()[-1] == message
     assert "Traceback" not in stopped.err
     assert not out.exists()
-    assert states(out).complete() == [state(out, 3)]
+    assert states(out).step_directories() == [state(out, 3)]
     notes = Path(f"{out}-state", "notes")
     if alone := ranks == 1:
         notes.touch()  # a file of somebody else
@@ -326,7 +326,7 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
     assert re.search(
         r"\(content of --data: \w+ -> \w+; content of MODEL: \w+ -> \w+\); continue", message
     )
-    assert states(out).complete() == [state(out, 2), state(out, 4)]
+    assert states(out).step_directories() == [state(out, 2), state(out, 4)]
 
 
 def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_overwriting(runs: Runs, out: Path) -> None:
     words = saving(runs, out, steps=6, overwrite=True, quiet=False)
     stopped = runs.run(*words, before=[partial(kill_at, 3, int(signal.SIGTERM))])
     assert "continues" not in stopped.out
-    assert states(out).complete() == [state(out, 2), state(out, 3)]
+    assert states(out).step_directories() == [state(out, 2), state(out, 3)]
     assert "\ncontinues   after step 3" in runs.finish(*words).out
 
 
@@ -361,7 +361,7 @@ def test_what_may_change(runs: Runs, out: Path) -> None:
     """
     for name in ("step-backup", "step-0000009", "step-00000008.partial", "notes"):
         (out.with_name("out-state") / name).mkdir()
-    assert states(out).complete() == [state(out, 2), state(out, 4)]
+    assert states(out).step_directories() == [state(out, 2), state(out, 4)]
     changes = {
         "micro_batch": 2,
         "save_every": 1,
@@ -370,7 +370,7 @@ def test_what_may_change(runs: Runs, out: Path) -> None:
     }
     copy = shutil.copyfile(runs.directory / "data.jsonl", out.with_name("copy.jsonl"))
     runs.finish(*saving(runs, out, steps=6, data=copy, verbose=True, **changes))
-    assert states(out).complete() == [state(out, step) for step in (5, 6)]
+    assert states(out).step_directories() == [state(out, step) for step in (5, 6)]
     assert {path.name for path in out.with_name("out-state").iterdir()} >= {
         "step-backup",
         "step-0000009",

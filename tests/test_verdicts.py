@@ -125,5 +125,5 @@ def test_docs_state_the_thresholds() -> None:
 
 
 def test_a_card_says_the_level_and_what_it_means() -> None:
-    paragraph = quality_paragraph("damaged", "perplexity x13.0 on 30 tokens of self-generated text")
+    paragraph = quality_paragraph("damaged", "perplexity x13.0 on 30 tokens of generated text")
     assert paragraph.startswith(f"**Damaged** ({MEANINGS['damaged']}). ")

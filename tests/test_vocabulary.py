@@ -15,7 +15,7 @@ from support.embedded import SOURCE, copy_source
 from support.evaluations import few_questions, results
 from support.training import tiny_checkpoint, words_for, write_corpus
 
-from gqa.convert.merge.self_samples import samples
+from gqa.convert.merge.sampling import sample_sequences
 from gqa.uptrain.training_model import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -86,8 +86,8 @@ def test_samples_have_no_ids_of_padding(tmp_path: Path) -> None:
     from gqa.models.loading import load_model
 
     model = load_model(str(padded(tiny_checkpoint(tmp_path / "model"), MORE)))
-    for vocabulary, expected in ((None, True), (ROWS, False)):
-        ids = samples(model, 20, seeds=[1], batch=8, vocabulary=vocabulary)
+    for limit, expected in ((None, True), (ROWS, False)):
+        ids = sample_sequences(model, 20, seeds=[1], sequences_per_seed=8, id_limit=limit)
         assert bool((ids >= ROWS).any()) is expected
 
 

@@ -6,11 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.base_model import find_local_base
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.convert.advice import evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import is_self, parse_self
-from gqa.uptrain.models import find_local_base
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Run
 from gqa.uptrain.state_files import TrainingProgress

@@ -103,7 +103,7 @@ class TextWriter:
             plain=is_plain,
             watcher=self.watcher,
             trust_remote_code=options.trust_remote_code,
-            vocabulary=self.vocabulary,
+            id_limit=self.vocabulary,
         )
 
     def write_pairs(self, size: int, count: int) -> SampledBlocks:

@@ -175,7 +175,7 @@ def training_text(record: Record) -> str:
         goal = "trained on text"
 
     data = ", ".join(record["data"])
-    source = "self-generated text" if is_self(record["data"][0]) else code_span(data)
+    source = "generated text" if is_self(record["data"][0]) else code_span(data)
     steps = plural(record["steps"], "step")
     amount = f"{record['tokens']:,} tokens of {source} in {steps}{_share_of_data(record)}"
 
@@ -241,6 +241,6 @@ def _options(record: Record) -> dict[str, Any]:
     options = {}
     for name, value in record["options"].items():
         is_unused = name == "lora_rank" and record["options"]["train"] != "lora"
-        if not fields[name].metadata["free"] and not is_unused:
+        if not fields[name].metadata["may_change"] and not is_unused:
             options[name] = value
     return options

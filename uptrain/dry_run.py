@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.base_model import distills_from_base
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
@@ -18,7 +19,6 @@ from gqa.models.names import follow_prefix
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
-from gqa.uptrain.models import distills_from_base, freeze_parameters
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import (
     ENDLESS,
@@ -28,6 +28,7 @@ from gqa.uptrain.run_length import (
     longest_block,
     settle_steps,
 )
+from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import Resolved, precision_name, resolve_options
 from gqa.uptrain.training_time import TrainingTime, step_seconds, writing_seconds
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from gqa.core.errors import RefusedError
 from gqa.uptrain.dataloader import stack
-from gqa.uptrain.models import trained_names
 from gqa.uptrain.schedule import depends_on_length
+from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.weights import local_shard, stored_weights

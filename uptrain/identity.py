@@ -32,7 +32,8 @@ def describe_run(
     `identity`: what a run that continues it must share: options by flag, and hashes of models and
     text, which may have other paths.
     """
-    shared = {flag(name): value for name, value in options.binding().items() if name not in _HASHED}
+    values = options.identity_values()
+    shared = {flag(name): value for name, value in values.items() if name not in _HASHED}
     return {
         "identity": shared | _content_hashes(options, checkpoint, teacher, device),
         "overwrite": options.overwrite,

@@ -12,7 +12,6 @@ import numpy as np
 from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
-from gqa.corpus.specs import is_self
 from gqa.corpus.tokens import Block, Documents, Ints
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.dataloader import Dataloader, MakeBlock
@@ -43,7 +42,6 @@ class PairDataBuilder:
     def build(self) -> Dataloader:
         """The data that the options name. Raises RefusedError and CorpusError."""
         options = self.options
-        is_generated = any(map(is_self, options.data))
         if options.repeats:
             raise RefusedError(
                 f"repeats works only with decoders, but {self.encoder.name} is an "
@@ -54,37 +52,39 @@ class PairDataBuilder:
                 f"--assistant-only-loss works only with decoders, but {self.encoder.name} is an "
                 "encoder-decoder; remove --assistant-only-loss"
             )
-        if options.target_column and (options.streaming or is_generated):
+        if options.target_column and (options.streaming or options.is_generated):
             raise RefusedError(
                 "--target-column is a column of stored data; remove --streaming and --data self"
             )
 
         if options.target_column:
             return self._table(options.context or self.text.longest)
-        if is_generated:
+        if options.is_generated:
             return self._generated()
         return self._corrupted()
 
     def _corrupted(self) -> Dataloader:
         """Blocks of text, each with spans left out."""
         loader = self.text.build()
-        heldout = _numbered(self._corrupt, loader.heldout_blocks)
+        heldout = _make_pairs(self._corrupt, loader.heldout_blocks)
         return replace(loader, heldout_blocks=heldout, make=self._corrupt)
 
     def _generated(self) -> Dataloader:
         """Pairs that the teacher writes; held-out text that is named has spans left out."""
         loader = self.text.build()
         # The pairs that were generated for it, unless --heldout names text.
-        make_heldout = self._corrupt if self.options.heldout else _split
-        heldout = _numbered(make_heldout, loader.heldout_blocks)
+        make_heldout = self._corrupt if self.options.heldout else _unpack_generated
+        heldout = _make_pairs(make_heldout, loader.heldout_blocks)
 
-        # Lengths of the blocks to train on; each has two sides, padded with -1 (`_split`).
+        # Lengths of the blocks to train on; each has two sides, padded with -1.
         count = loader.steps * loader.options.blocks_per_step
         lengths = list[int]()
         for number in range(loader.first, loader.first + count):
             tokens = loader.blocks[number]["input_ids"]
             lengths.append(int((tokens >= 0).sum()))
-        return replace(loader, heldout_blocks=heldout, make=_split, pair_tokens=np.array(lengths))
+        return replace(
+            loader, heldout_blocks=heldout, make=_unpack_generated, pair_tokens=np.array(lengths)
+        )
 
     def _corrupt(self, block: Block, seeds: list[int]) -> Block:
         """The pair of a block of text with spans left out, and these spans."""
@@ -99,10 +99,8 @@ class PairDataBuilder:
         options = self.options
         sources = data_sources(options)
         table = tokenize_pairs(sources, self.encoder)
-        tokens = self._tokens_of_sides(table)
-        mean = float(np.minimum(tokens, size).sum(0).mean())
-        in_pairs = self._in_pairs(mean, len(table))
-        heldout, heldout_pairs = self._heldout_pairs(table, in_pairs, size)
+        pair_options = self._pair_options(table, size)
+        heldout, heldout_pairs = self._heldout_pairs(table, pair_options, size)
 
         overlap = None
         if heldout_pairs:
@@ -112,41 +110,43 @@ class PairDataBuilder:
             if overlap.documents:
                 remaining = [source.excluding(exclusion) for source in sources]
                 table = tokenize_pairs(remaining, self.encoder)
-                tokens = self._tokens_of_sides(table)
+                pair_options = self._pair_options(table, size)
 
         lengths = heldout.lengths(table)  # (D,): 1 of a pair to train on, 0 of one held out
         available = int(lengths.sum())
-        n_blocks = count_blocks(in_pairs, available)
-        steps = count_steps(n_blocks, in_pairs)
-        trained = steps * in_pairs.blocks_per_step
+        n_blocks = count_blocks(pair_options, available)
+        steps = count_steps(n_blocks, pair_options)
+        trained = steps * pair_options.blocks_per_step
         distinct = min(trained, available)
         order = reading_order(table, lengths, n_blocks, options.seed)
 
+        pair_tokens = self._tokens_of_pairs(table, size)
+        mean = float(pair_tokens.mean())
         summary = (
             f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
             "tokens on average"
         )
         if trained > available:
             summary += f", read {trained / available:.2f} times, each time in another order"
-        longest = tokens.max(0)[np.unique(order[:trained])]
+        longest = self._tokens_of_sides(table).max(0)[np.unique(order[:trained])]
         n_cut = int((longest > size).sum())
         if n_cut:
             are = "is" if n_cut == 1 else "are"
             summary += f"; {n_cut:,} {are} cut to {size} a side"
 
         return Dataloader(
-            replace(options, context=size, batch_size=in_pairs.batch_size),
-            PairBlocks(table, order, self.encoder, size),
-            steps,
-            table.fingerprint,
-            summary,
-            heldout_pairs,
-            pair_tokens=np.minimum(tokens, size).sum(0)[order],
+            options=replace(options, context=size, batch_size=pair_options.batch_size),
+            blocks=PairBlocks(table, order, self.encoder, size),
+            steps=steps,
+            fingerprint=table.fingerprint,
+            summary=summary,
+            heldout_blocks=heldout_pairs,
+            pair_tokens=pair_tokens[order],
             overlap=overlap,
         )
 
     def _heldout_pairs(
-        self, table: Documents, in_pairs: TrainOptions, size: int
+        self, table: Documents, pair_options: TrainOptions, size: int
     ) -> tuple[HeldoutDocuments, list[Block]]:
         """The pairs that training skips, and some of them, evenly spaced, that measure it.
 
@@ -159,10 +159,10 @@ class PairDataBuilder:
             numbers = np.arange(len(heldout_table))
         else:
             heldout_table = table
-            heldout = HeldoutDocuments(hold_back(table, count_held_back(in_pairs, table)))
+            heldout = HeldoutDocuments(hold_back(table, count_held_back(pair_options, table)))
             numbers = np.flatnonzero(heldout.lengths(table) == 0)
 
-        count = min(in_pairs.heldout_tokens, len(numbers))  # of pairs (`_in_pairs`)
+        count = min(pair_options.heldout_tokens, len(numbers))  # of pairs (`_pair_options`)
         picked = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
         pairs = PairBlocks(heldout_table, picked, self.encoder, size)
         return heldout, [pairs[number] for number in range(count)]
@@ -173,23 +173,31 @@ class PairDataBuilder:
         tokens: Ints = np.stack([table.count("source"), table.count("target")]) + special_tokens
         return tokens
 
-    def _in_pairs(self, mean_tokens: float, n_pairs: int) -> TrainOptions:
-        """The options with all lengths in pairs, for data of so many pairs: a block is one pair."""
+    def _tokens_of_pairs(self, table: Documents, size: int) -> Ints:
+        """(D,) tokens of the pairs, of which each side is cut to `size`."""
+        tokens: Ints = np.minimum(self._tokens_of_sides(table), size).sum(0)
+        return tokens
+
+    def _pair_options(self, table: Documents, size: int) -> TrainOptions:
+        """The options with all lengths in pairs of a table, of which each side is cut to `size`
+        tokens: a block is one pair.
+        """
         options = self.options
+        mean_tokens = float(self._tokens_of_pairs(table, size).mean())
         tokens = options.tokens
         if tokens:
             tokens = _pairs_of_tokens(tokens, mean_tokens)
         heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
-        in_pairs = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
-        return settle_steps(in_pairs, n_pairs, 1, self.text.ranks)
+        pair_options = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
+        return settle_steps(pair_options, len(table), 1, self.text.ranks)
 
 
-def _numbered(make: MakeBlock, blocks: list[Block]) -> list[Block]:
+def _make_pairs(make: MakeBlock, blocks: list[Block]) -> list[Block]:
     """The pairs of held-out blocks, each with its number as the seed."""
     return [make(block, [number]) for number, block in enumerate(blocks)]
 
 
-def _split(block: Block, seeds: list[int]) -> Block:
+def _unpack_generated(block: Block, seeds: list[int]) -> Block:
     """The pair of a generated block, whose two halves are source and target, padded with -1."""
     source, target = np.split(block["input_ids"], 2)
     return pair_block((source[source >= 0], target[target >= 0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from gqa.checkpoint.base_model import distills_from_base
 from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
@@ -17,7 +18,6 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.write import finite
 from gqa.corpus.specs import parse_self
-from gqa.uptrain.models import distills_from_base
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import evaluation_interval, warmup_steps
 from gqa.uptrain.setup import Run, Setup

@@ -136,10 +136,10 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
         f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
         "--gradient-checkpointing, --train kv or --optimizer adafactor"
     )
-    if setup.states.complete():
+    if setup.states.step_directories():
         return UnfinishedError(
             f"{advice}. With --micro-batch or --gradient-checkpointing the same command continues: "
-            f"{setup.states.remains()}"
+            f"{setup.states.how_to_continue()}"
         )
     return NoMemoryError(advice)
 
@@ -168,7 +168,7 @@ def _save_and_write(
         return
 
     if not setup.options.keep_state:
-        states.drop_steps()
+        states.remove_steps()
     _finish(setup, record, saved_tensors_of(source, state))
 
 
@@ -187,7 +187,7 @@ def _finish(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
         if isinstance(error, OSError) and error.filename and error.strerror:
             reason = f"{error.filename}: {error.strerror}"
         raise UnfinishedError(
-            f"the result could not be written: {reason}. But {run.states.remains()}"
+            f"the result could not be written: {reason}. But {run.states.how_to_continue()}"
         ) from error
 
     with suppress(OSError):  # the result is complete: what stays of the states is no reason to fail

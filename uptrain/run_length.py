@@ -112,6 +112,8 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
     assert tokens is not None
     if tokens < size:
+        if options.target_column:  # --tokens is one pair at least
+            raise CorpusError(f"--alpha {alpha:g} is less than one pair; pass more")
         length = f"--tokens is {tokens}"
         if alpha is not None:
             length = f"--alpha {alpha:g} is {tokens} tokens"

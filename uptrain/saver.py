@@ -80,9 +80,11 @@ class Saver:
             unreadable_text=unreadable_text,
         )
 
-        keep = 2 if setup.options.save_every else 1
+        newest = 2 if setup.options.save_every else 1
         try:
-            setup.states.save(setup.accelerator, self._wrapped, self._optimizer, best, record, keep)
+            setup.states.save(
+                setup.accelerator, self._wrapped, self._optimizer, best, record, newest
+            )
         except OutputError as error:
             if stops:
                 raise

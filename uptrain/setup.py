@@ -26,10 +26,10 @@ from gqa.convert.heads.config import check_config
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import default_device, find_device, from_main, native_bfloat16, ranks
 from gqa.core.errors import RefusedError, explain
-from gqa.corpus.specs import is_self
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.build_data import build_data
 from gqa.uptrain.dataloader import Dataloader
+from gqa.uptrain.defaults import decide_defaults
 from gqa.uptrain.frozen_weights import round_frozen_weights
 from gqa.uptrain.identity import describe_run
 from gqa.uptrain.models import (
@@ -38,7 +38,6 @@ from gqa.uptrain.models import (
     check_exportable,
     check_teacher,
     loading_device,
-    settle,
 )
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.state import METRICS_LOG, States, find_states, states_directory
@@ -47,16 +46,22 @@ from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
 Precision = Literal["float32", "bfloat16"]
-# By accelerate's names
+# Our names of precisions by those of accelerate.
 _PRECISION: dict[str, Precision] = {"no": "float32", "bf16": "bfloat16"}
 _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Options with output, teacher, data, length and scope decided, and the models they name.
+    """Options that are decided as far as configs and records determine them, and the models that
+    they name.
 
-    `teacher_text`: the teacher, or why there is none, in words. `config`: of the model's class.
+    Attributes:
+        options: With output, teacher, data, length and scope decided.
+        teacher_text: The teacher, or why there is none, in words.
+        checkpoint: The model that is trained.
+        teacher_checkpoint: The teacher, if there is one.
+        config: transformers' config of the model.
     """
 
     options: TrainOptions
@@ -74,6 +79,7 @@ class Run:
         options: With teacher, data and length decided.
         out: The output directory.
         teacher_text: The teacher, or why there is none, in words.
+        accelerator: Of this process.
         checkpoint: The model that is trained.
         teacher_checkpoint: The teacher, if there is one.
         config: transformers' config of the model.
@@ -127,19 +133,18 @@ def prepare(
     argv: Sequence[str] = (),
     watcher: Watcher = SILENT,
     *,
-    found_elsewhere: bool = True,
+    shares_states: bool = True,
 ) -> Run:
     """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the
     weights already and could not write its result. Raises RefusedError or CorpusError, before
-    anything is written.
+    anything is written to the output.
 
     Args:
         argv: Arguments of the command.
         watcher: Shows the progress of sampling.
-        found_elsewhere: Whether a run with another output continues this one if it stops, and the
-            other way round.
+        shares_states: Whether runs of the same training with other outputs continue each other.
     """
-    run = open_run(options, argv, watcher, found_elsewhere)
+    run = open_run(options, argv, watcher, shares_states)
     if run.start and run.start.is_trained:
         return run
     return build_setup(run, watcher)
@@ -152,6 +157,7 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
     """
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
+    # What the user passed; after the defaults once more, since they may contradict it.
     options.check(processes)
 
     checkpoint = open_model(options.model, options.revision)
@@ -170,7 +176,7 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
             f"--target-column works only with encoder-decoders, but {checkpoint.name} is not one; "
             "remove --target-column"
         )
-    options, teacher, teacher_text = settle(options, checkpoint)
+    options, teacher, teacher_text = decide_defaults(options, checkpoint)
     options.check(processes)
     return Resolved(options, teacher_text, checkpoint, teacher, config)
 
@@ -179,7 +185,7 @@ def open_run(
     options: TrainOptions,
     argv: Sequence[str] = (),
     watcher: Watcher = SILENT,
-    found_elsewhere: bool = True,
+    shares_states: bool = True,
 ) -> Run:
     """Decide the options of a run and look for its states.
 
@@ -199,10 +205,9 @@ def open_run(
     accelerator = make_accelerator(options)
     options = replace(options, precision=precision_name(options))
     description = describe_run(options, checkpoint, teacher, str(accelerator.device), argv)
-    if found_elsewhere:
+    states = States(states_directory(out), out)
+    if shares_states:
         states = find_states(out, description)
-    else:
-        states = States(states_directory(out), out)
     start = from_main(lambda: states.state_to_continue(description))
     return Run(
         options=options,
@@ -220,58 +225,91 @@ def open_run(
 
 def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
+    processes = ranks().num_processes
+    if run.start:  # the default batch may depend on the number of processes
+        options = replace(run.options, batch_size=run.start.record["batch_size"])
+        options.check(processes)
+        run = replace(run, options=options)
+
+    tokenizer = load_tokenizer(run.checkpoint, run.options.trust_remote_code)
+    model, teacher, training_model = _load_models(run, tokenizer)
+    dataloader = _build_data(run, model, teacher, tokenizer, watcher)
+
+    options = dataloader.options
+    blocks_of_process = options.blocks_per_step // processes
+    micro_batch = options.micro_batch or blocks_of_process
+    run.accelerator.gradient_accumulation_steps = blocks_of_process // micro_batch
+
+    of_run = {field.name: getattr(run, field.name) for field in fields(Run)}
+    of_run["options"] = options
+    return Setup(
+        **of_run,
+        model=model,
+        training_model=training_model,
+        dataloader=dataloader,
+        micro_batch=micro_batch,
+    )
+
+
+def _load_models(
+    run: Run, tokenizer: Any
+) -> tuple[PreTrainedModel, PreTrainedModel | None, TrainingModel]:
+    """The model, the teacher if there is one, and the module that trains.
+
+    `tokenizer` is the model's. Raises RefusedError if they do not fit each other or the run.
+    """
     options = run.options
     checkpoint = run.checkpoint
     teacher_checkpoint = run.teacher_checkpoint
     accelerator = run.accelerator
-    processes = ranks().num_processes
-    if run.start:  # the default batch may depend on the number of processes
-        options = replace(options, batch_size=run.start.record["batch_size"])
-        options.check(processes)
 
-    tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
-    # FSDP2 rounds the weights of a layer, trained or frozen, when it gathers them
-    rounds = accelerator.mixed_precision == "bf16" and not accelerator.is_fsdp2
-    place = str(accelerator.device)
-    if rounds:
-        place = loading_device(checkpoint, teacher_checkpoint, accelerator)
-    model = build_model(options, checkpoint, accelerator, place)
+    # We round frozen weights to bfloat16 once. FSDP2 rounds each layer when it gathers it.
+    rounds_frozen = accelerator.mixed_precision == "bf16" and not accelerator.is_fsdp2
+    loading_place = str(accelerator.device)
+    if rounds_frozen:
+        loading_place = loading_device(checkpoint, teacher_checkpoint, accelerator)
+
+    model = build_model(options, checkpoint, accelerator, loading_place)
     teacher = None
     if teacher_checkpoint:
-        teacher = build_teacher(options, teacher_checkpoint, accelerator, place)
+        teacher = build_teacher(options, teacher_checkpoint, accelerator, loading_place)
         teacher_tokenizer = load_tokenizer(teacher_checkpoint, options.trust_remote_code)
         check_teacher(teacher, teacher_tokenizer, model, tokenizer, teacher_checkpoint.name)
-    training = TrainingModel(model, teacher, options.compile)
+
+    training_model = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:
-        shard_model(training, checkpoint, accelerator)
+        shard_model(training_model, checkpoint, accelerator)
     # Weights are read: it is known which of several tied names are stored
     check_exportable(model, checkpoint)
-    if rounds:
+    if rounds_frozen:
         round_frozen_weights(model, checkpoint, teacher)
+    return model, teacher, training_model
 
+
+def _build_data(
+    run: Run,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    tokenizer: Any,
+    watcher: Watcher,
+) -> Dataloader:
+    """The data of a run, whose models are moved to its device. Raises RefusedError and CorpusError.
+
+    A teacher that generates text has the device to itself: meanwhile the models wait on the host.
+    """
+    options = run.options
+    accelerator = run.accelerator
     device = str(accelerator.device)
     loaded = [one for one in (model, teacher) if one is not None]
-    # A teacher that generates text has the device to itself: the models wait on the host
-    if is_self(options.data[0]) and accelerator.is_main_process and not accelerator.is_fsdp2:
+
+    if options.is_generated and accelerator.is_main_process and not accelerator.is_fsdp2:
         _move(loaded, "cpu")
     dataloader = build_data(
-        options, checkpoint, teacher_checkpoint, model.config, tokenizer, device, watcher
+        options, run.checkpoint, run.teacher_checkpoint, model.config, tokenizer, device, watcher
     )
     if not accelerator.is_fsdp2:
         _move(loaded, device)
-    options = dataloader.options
-    share = options.blocks_per_step // processes
-    micro_batch = options.micro_batch or share
-    accelerator.gradient_accumulation_steps = share // micro_batch
-
-    known = {one.name: getattr(run, one.name) for one in fields(Run)} | {"options": options}
-    return Setup(
-        **known,
-        model=model,
-        training_model=training,
-        dataloader=dataloader,
-        micro_batch=micro_batch,
-    )
+    return dataloader
 
 
 def _move(models: Sequence[PreTrainedModel], device: str) -> None:

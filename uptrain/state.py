@@ -89,6 +89,7 @@ class States:
 
     @contextmanager
     def _locked_here(self) -> Iterator[None]:
+        """`lock` on the main process alone."""
         busy = (
             f"another run is using {self.directory}; wait for it, or choose another directory "
             "with -o (of other options, models or text: the same run is continued wherever its "
@@ -114,14 +115,14 @@ class States:
         entries = shelves.entries(self.fingerprint)
         return [entry for entry in entries if shelves.directory_of(entry) == self.directory]
 
-    def complete(self) -> list[Path]:
+    def step_directories(self) -> list[Path]:
         """Directories of complete states, the oldest first. Without `trained`."""
         paths = list[Path]()
         for place in self.places():
             paths += place.glob(_STEP)
         return sorted(paths, key=lambda path: path.name)
 
-    def trained(self) -> Path | None:
+    def trained_directory(self) -> Path | None:
         """The directory of the state whose training is done; None if there is none."""
         for place in self.places():
             if (place / TRAINED).is_dir():
@@ -133,9 +134,9 @@ class States:
 
         Raises RefusedError if it cannot be read.
         """
-        path = self.trained()
+        path = self.trained_directory()
         if path is None:
-            path = next(reversed(self.complete()), None)
+            path = next(reversed(self.step_directories()), None)
         return None if path is None else State.read(path)
 
     def state_to_continue(self, description: dict[str, Any]) -> State | None:
@@ -190,10 +191,10 @@ class States:
         optimizer: Any,
         best: dict[str, Tensor],
         record: dict[str, Any],
-        keep: int,
+        newest: int,
     ) -> None:
-        """Write the state of all ranks, rename it when it is complete, and remove all but the
-        newest `keep`. Raises OutputError; then the states before are still there.
+        """Write the state of all ranks, rename it when it is complete, and remove older ones
+        until `newest` are left. Raises OutputError; then the states before are still there.
         """
         work = self.directory / f"step-{record['step']:08d}{PARTIAL}"
         try:
@@ -209,11 +210,11 @@ class States:
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} "
-                f"({reason_of(error)}); {self.remains()}"
+                f"({reason_of(error)}); {self.how_to_continue()}"
             ) from error
 
         if accelerator.is_main_process:
-            for old in self.complete()[:-keep]:
+            for old in self.step_directories()[:-newest]:
                 # The new state is complete: an older one that cannot be removed does no harm.
                 with suppress(OSError):
                     remove_state(old)
@@ -227,7 +228,7 @@ class States:
         `size` bytes and the result's, or fails. Raises OutputError if neither can be written.
         """
         reasons = []
-        for place in self._places_to_write(size, result_size):
+        for place in self._places_by_room(size, result_size):
             work = place / f"{TRAINED}{PARTIAL}"
             try:
                 work.mkdir(parents=True, exist_ok=True)
@@ -242,7 +243,7 @@ class States:
             return State(path, record)
         raise OutputError(f"the trained weights could not be saved ({'; '.join(reasons)})")
 
-    def _places_to_write(self, size: int, result_size: int) -> list[Path]:
+    def _places_by_room(self, size: int, result_size: int) -> list[Path]:
         """All places where `trained` may be written, those with room for it first: on the disk of
         the output also for the result. The others are tried too, as the room is an estimate.
         """
@@ -252,9 +253,9 @@ class States:
             result = result_size if place.stat().st_dev == output_disk else 0
             return shutil.disk_usage(place).free >= size + result
 
-        return sorted(self._make_places(), key=lambda place: not has_room(place))
+        return sorted(self._register_places(), key=lambda place: not has_room(place))
 
-    def _make_places(self) -> list[Path]:
+    def _register_places(self) -> list[Path]:
         """The directory next to the output, and the entry of this run on a shelf, which is made, if
         one can be.
         """
@@ -264,10 +265,12 @@ class States:
     def check_space(self, size: int, result_size: int) -> None:
         """Raise OutputError unless the result fits at the output, and the trained weights there too
         or on a shelf. On the main process, while the directory is locked.
+
+        Entries on shelves that it makes to look are removed again.
         """
         place_of_output = existing_parent(self.output)
         output_disk = place_of_output.stat().st_dev
-        places = self._make_places()
+        places = self._register_places()
 
         # One place on each disk
         disks = dict[int, Path]()
@@ -276,8 +279,8 @@ class States:
         # The trained weights lie in the directory or on a shelf, not at the output itself.
         disks_of_weights = {place.stat().st_dev for place in places}
         free = {disk: shutil.disk_usage(place).free for disk, place in disks.items()}
-
-        if not self.complete():  # nothing yet that another run could find: it was made to look
+        # Shelf entries were made only to measure their disk. Without a state nobody may find them.
+        if not self.step_directories():
             for entry in places[1:]:
                 shelves.remove_entry(entry)
 
@@ -299,7 +302,7 @@ class States:
         """
         return shelves.register(self.fingerprint, self.directory)
 
-    def remains(self) -> str:
+    def how_to_continue(self) -> str:
         """What is left of a run that stops, in words, and how to go on."""
         try:
             state = self.latest()
@@ -325,25 +328,25 @@ class States:
 
     def clear(self) -> None:
         """Remove all states, of a run that is started over."""
-        self.drop_steps()
+        self.remove_steps()
         self._remove_trained()
 
-    def drop_steps(self) -> None:
+    def remove_steps(self) -> None:
         """Remove the states but `trained`."""
-        for path in self.complete():
+        for path in self.step_directories():
             remove_state(path)
 
     def _remove_trained(self) -> None:
         for place in self.places():
             remove_state(place / TRAINED)
 
-    def finish(self, keep: bool) -> None:
+    def finish(self, keep_states: bool) -> None:
         """Remove what a run with a complete result no longer needs; its own states stay with
-        `keep`.
+        `keep_states`.
         """
         self._remove_trained()
-        if not keep:
-            self.drop_steps()
+        if not keep_states:
+            self.remove_steps()
             (self.directory / METRICS_LOG).unlink(missing_ok=True)
         for entry in self._entries():
             shelves.remove_entry(entry)
@@ -386,7 +389,7 @@ def find_states(output: Path, description: dict[str, Any]) -> States:
 def _find_states(output: Path, description: dict[str, Any]) -> States:
     directory = states_directory(output)
     here = States(directory, output, fingerprint(description["identity"]))
-    if here.complete() or here.trained():
+    if here.step_directories() or here.trained_directory():
         return here
 
     for entry in shelves.entries(here.fingerprint):

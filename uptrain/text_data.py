@@ -12,7 +12,7 @@ from gqa.core.errors import plural
 from gqa.corpus.blocks import SHORTEST, Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.reading_order import count_in_loss, reading_order
-from gqa.corpus.specs import is_self, parse_self
+from gqa.corpus.specs import parse_self
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import tokenize
 from gqa.uptrain.data_sources import data_sources
@@ -58,7 +58,7 @@ class TextDataBuilder:
 
     def build(self) -> Dataloader:
         """The data that the options name. Raises RefusedError and CorpusError."""
-        if any(map(is_self, self.options.data)):
+        if self.options.is_generated:
             return self._generated()
         if self.options.streaming:
             return self._streamed()

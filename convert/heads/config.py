@@ -1,8 +1,7 @@
-"""Read the head counts of config.json, check them, and edit them minimally.
+"""Read the head counts of config.json, and check them.
 
 The file is read through transformers' config classes, because keys that it lacks have the defaults
-of the class (32 heads in the text part of LLaVA). It is edited as plain JSON, because transformers
-5 writes configs that version 4 misreads.
+of the class (32 heads in the text part of LLaVA).
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
@@ -21,20 +20,16 @@ from gqa.checkpoint.model_config import (
     check_numbers,
     culprit,
     is_number,
-    parts,
-    without_keys,
     without_run_flags,
     wrong,
 )
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
-from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
+from gqa.convert.heads.family import Family, LayerHeads, Symmetry
 from gqa.core.errors import CorruptError, EntryError, RefusedError, explain, listing
-from gqa.models.custom_code import config_class, listed_as, loads_as_decilm
+from gqa.models.custom_code import config_class, listed_as
 from gqa.models.loading import quiet_transformers
 
 MAX_DIM = 65_536  # largest dimension of a head; published models have 32 to 1,024
-# Keys that say how weights are quantized; the last is that of MLX
-QUANTIZATION = {"quantization_config", "compression_config", "quantization"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return int(getattr(self.text, self.family.layers))
+        return int(getattr(self.text, self.family.layers_field))
 
     @property
     def symmetry(self) -> Symmetry | str:
@@ -73,16 +68,16 @@ class ModelConfig:
         Layers beyond the last (multi-token prediction) have those of the main type.
         """
         if layer >= self.layers:
-            return self.main
+            return self.main_heads
         return self.family.heads(self.text, layer)
 
     def shares_kv(self, layer: int) -> bool:
         """Whether a layer reads the keys and values of an earlier one and has none of its own."""
         sharing = int(getattr(self.text, "num_kv_shared_layers", 0) or 0)  # the last layers
-        return layer >= self.layers - sharing
+        return self.layers - sharing <= layer < self.layers
 
     @cached_property
-    def main(self) -> LayerHeads:
+    def main_heads(self) -> LayerHeads:
         """Heads of the main layer type, to which `--kv-heads` refers: of the first layer that has
         as many KV heads as the config states, else of the first layer.
         """
@@ -99,9 +94,9 @@ class ModelConfig:
     @property
     def average_kv(self) -> float:
         """KV heads per layer: of the main type; of our types with heads by layer the average."""
-        differ_by_layer = listed_as(self.text.model_type) != self.text.model_type
-        if not differ_by_layer:
-            return self.main.kv
+        is_by_layer_type = listed_as(self.text.model_type) != self.text.model_type
+        if not is_by_layer_type:
+            return self.main_heads.kv
 
         average = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
         if average.is_integer():
@@ -112,9 +107,9 @@ class ModelConfig:
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     """Find the family and the owner of the head counts, and check what is computed with.
 
-    Raises RefusedError with the reason.
+    Raises RefusedError with the reason, and CorruptError, a kind of it, for impossible values.
     """
-    config = _find_heads(raw, name)
+    config = _parse(raw, name)
     _check(config, name)
     return config
 
@@ -132,9 +127,9 @@ def check_config(raw: dict[str, Any], name: str) -> None:
         return
 
 
-def _find_heads(raw: dict[str, Any], name: str) -> ModelConfig:
+def _parse(raw: dict[str, Any], name: str) -> ModelConfig:
     """As `read_config`, but the values of the text part are not checked yet."""
-    text: Any = read_top(raw, name)
+    text: Any = read_outer_config(raw, name)
     model_type: Any = raw["model_type"]
     path = NESTED.get(model_type, ())
     for step in path:
@@ -154,12 +149,12 @@ def _find_heads(raw: dict[str, Any], name: str) -> ModelConfig:
         )
 
     owner = path
-    if _descend(raw, path) is None:  # config.json leaves it out
+    if config_at(raw, path) is None:  # config.json leaves it out
         owner = ()
     return ModelConfig(raw, owner, text, family)
 
 
-def read_top(raw: dict[str, Any], name: str) -> Any:
+def read_outer_config(raw: dict[str, Any], name: str) -> Any:
     """transformers' config object of the whole model; no code of a checkpoint is imported.
 
     Raises RefusedError.
@@ -191,48 +186,15 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         ) from error
 
 
-def _check(config: ModelConfig, name: str) -> None:
-    """Raise CorruptError for values that transformers' config classes accept, although nothing can
-    be computed with them: impossible numbers of layers or heads, and entries of the wrong type.
-    """
-    layers = getattr(config.text, config.family.layers)
-    if type(layers) is not int or not 0 < layers <= MAX_COUNT:
-        raise CorruptError(
-            f"{name}: config.json has {layers or 'no'} layers, but 1 to {MAX_COUNT} are allowed; "
-            "correct it"
-        )
-
-    for key, (allows, allowed) in _ENTRIES.items():
-        value = getattr(config.text, key, None)
-        if value is not None and not allows(value):
-            raise wrong(name, key, value, f"{allowed} is allowed")
-
-    shared = getattr(config.text, "num_kv_shared_layers", None) or 0
-    if shared >= layers:
-        allowed = f"a number below that of the layers, {layers}, is allowed"
-        raise wrong(name, "num_kv_shared_layers", shared, allowed)
-
-    try:
-        heads = {config.heads(layer) for layer in range(layers)}
-    except _SENSELESS as error:
-        entry = culprit(config.raw, _read_heads)
-        cause = f" because of {entry}" if entry else ""
-        raise EntryError(
-            f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; "
-            "correct them"
-        ) from error
-    _check_heads(heads, name)
-
-    try:
-        _read_rotary(config)
-    except _SENSELESS as error:
-        value = getattr(config.text, "rope_parameters", None)
-        reason = f"no rotary embedding can be made of that ({explain(error)})"
-        raise wrong(name, "rope_parameters", value, reason) from error
-
-
 # What arithmetic on values of the wrong type raises.
-_SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+_ERRORS_OF_WRONG_VALUES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
 
 
 def _is_positive_integer(value: Any) -> bool:
@@ -261,7 +223,7 @@ def _is_factor(value: Any) -> bool:
 
 # Entries of the text part's config that this package computes with, where they are set: what they
 # may be.
-_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ALLOWED_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_size": (_is_positive_integer, "a positive integer"),
     "vocab_size": (_is_positive_integer, "a positive integer"),
     "max_position_embeddings": (_is_positive_integer, "a positive integer"),
@@ -276,9 +238,49 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def _check(config: ModelConfig, name: str) -> None:
+    """Raise CorruptError for values that transformers' config classes accept, although nothing can
+    be computed with them: impossible numbers of layers or heads, and entries of the wrong type.
+    """
+    layers = getattr(config.text, config.family.layers_field)
+    if type(layers) is not int or not 0 < layers <= MAX_COUNT:
+        raise CorruptError(
+            f"{name}: config.json has {layers or 'no'} layers, but 1 to {MAX_COUNT} are allowed; "
+            "correct it"
+        )
+
+    for key, (allows, allowed) in _ALLOWED_VALUES.items():
+        value = getattr(config.text, key, None)
+        if value is not None and not allows(value):
+            raise wrong(name, key, value, f"{allowed} is allowed")
+
+    shared = getattr(config.text, "num_kv_shared_layers", None) or 0
+    if shared >= layers:
+        allowed = f"a number below that of the layers, {layers}, is allowed"
+        raise wrong(name, "num_kv_shared_layers", shared, allowed)
+
+    try:
+        heads = {config.heads(layer) for layer in range(layers)}
+    except _ERRORS_OF_WRONG_VALUES as error:
+        entry = culprit(config.raw, _read_heads)
+        cause = f" because of {entry}" if entry else ""
+        raise EntryError(
+            f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; "
+            "correct them"
+        ) from error
+    _check_heads(heads, name)
+
+    try:
+        _read_rotary(config)
+    except _ERRORS_OF_WRONG_VALUES as error:
+        value = getattr(config.text, "rope_parameters", None)
+        reason = f"no rotary embedding can be made of that ({explain(error)})"
+        raise wrong(name, "rope_parameters", value, reason) from error
+
+
 def _read_heads(raw: dict[str, Any]) -> object:
     """The heads of every layer of a config. Raises whatever its values cause."""
-    config = _find_heads(raw, "")
+    config = _parse(raw, "")
     return [config.heads(layer) for layer in range(config.layers)]
 
 
@@ -324,6 +326,7 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
     instead.
     """
     reason = REFUSED.get(model_type)
+    # Multi-head latent attention, under any model type.
     has_latent_attention = getattr(text, "kv_lora_rank", None)
     if not reason and has_latent_attention:
         reason = REFUSED["deepseek_v3"]
@@ -335,154 +338,7 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
     raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
 
 
-def valid_groups(config: ModelConfig) -> list[int]:
-    """Every G that the family can represent: divisors of Hk, and multiples of Hk that divide H."""
-    main = config.main
-    layers = {main, *(config.heads(layer) for layer in range(config.layers))}
-
-    def fits(groups: int) -> bool:
-        """Whether each layer can have its share of KV heads."""
-        for heads in layers:
-            kv, rest = divmod(heads.kv * groups, main.kv)
-            if not kv or rest or heads.query % kv:
-                return False
-            if heads.kv % kv and kv % heads.kv:  # neither merged nor repeated evenly
-                return False
-        return groups == main.kv or _new_counts(config, {}, groups) is not None
-
-    return [groups for groups in range(1, main.query + 1) if fits(groups)]
-
-
-def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
-    """Heads of a layer after the conversion.
-
-    A single G keeps the ratio of KV heads between layer types.
-    """
-    heads = config.heads(layer)
-    if isinstance(groups, int):
-        return replace(heads, kv=heads.kv * groups // config.main.kv)
-    if layer >= len(groups):  # it predicts further tokens
-        return replace(heads, kv=max(groups))
-    return replace(heads, kv=groups[layer])
-
-
-def edit_config(
-    config: ModelConfig,
-    groups: Groups,
-    name: str,
-    dtype: str | None = None,
-    quantized: bool = False,
-) -> tuple[ModelConfig, list[dict[str, Any]]]:
-    """The config of a result, edited minimally.
-
-    Args:
-        config: The config of the base model.
-        groups: KV heads of the result.
-        name: The checkpoint's name, for errors.
-        dtype: The dtype to state, if it changes.
-        quantized: Whether tensors are quantized; keys of quantization go unless they are.
-
-    Returns:
-        The new config, read back through transformers and checked, and its changes: dictionaries of
-        a `key`, dotted from the top of config.json, and its values `before` and `after`.
-    """
-    raw = copy.deepcopy(config.raw) if quantized else without_quantization(config.raw)
-    if dtype:
-        _set_dtype(raw, dtype)
-    _set_counts(raw, config, groups)
-
-    new = read_config(raw, name)
-    for layer in range(config.layers):
-        actual = new.heads(layer)
-        expected = target_heads(config, layer, groups)
-        if actual != expected:
-            raise RefusedError(
-                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the "
-                f"edited config, but {expected.kv} were expected; please report this config"
-            )
-    return new, list(_difference("", config.raw, raw))
-
-
-def _set_dtype(raw: dict[str, Any], dtype: str) -> None:
-    """Change the dtype wherever config.json states it."""
-    for part in parts(raw):
-        for key in ("torch_dtype", "dtype"):
-            if isinstance(part.get(key), str):
-                part[key] = dtype
-
-
-def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> None:
-    """Change the counts of KV heads in config.json."""
-    owner: dict[str, Any] = _descend(raw, config.owner)
-    most = groups if isinstance(groups, int) else max(groups)
-
-    # 1. The number of all layers.
-    for dotted, value in (_new_counts(config, owner, most) or {}).items():
-        *steps, key = dotted.split(".")
-        part = owner
-        for step in steps:
-            part = part.setdefault(step, {})
-        part[key] = value
-        if config.owner and not steps and key in raw:
-            raw[key] = value  # some larger models state the counts of their text part twice
-
-    # 2. Those of layers that differ: of the base model in proportion, then of the result.
-    for override in (owner.get("per_layer_config") or {}).values():
-        count = override.get("num_key_value_heads")
-        if count is not None:
-            override["num_key_value_heads"] = count * most // config.main.kv
-
-    if isinstance(groups, tuple):
-        owner["per_layer_config"] = {
-            str(layer): {"num_key_value_heads": count}
-            for layer, count in enumerate(groups)
-            if count < most
-        }
-
-    # 3. For llama.cpp's converter, which reads nothing but config.json.
-    if loads_as_decilm(config.text.model_type):
-        counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
-        owner["num_key_value_heads_per_layer"] = counts
-
-
-def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
-    """New values by dotted key below the owner of the head counts.
-
-    None if `groups` heads are impossible.
-    """
-    if config.family.edits is not None:
-        return config.family.edits(groups, config.main, config.text)
-
-    first, *rest = config.family.kv_fields
-    counts = {first: groups}
-    for key in rest:
-        count = owner.get(key)
-        if isinstance(count, int):
-            counts[key] = count * groups // config.main.kv
-    return counts
-
-
-def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]]:
-    """The changes from one JSON value to another, as `edit_config` returns them."""
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        yield {"key": prefix, "before": before, "after": after}
-        return
-
-    for key in after | before:
-        is_equal = key in before and key in after and before[key] == after[key]
-        if not is_equal:
-            dotted = f"{prefix}.{key}" if prefix else key
-            yield from _difference(dotted, before.get(key), after.get(key))
-
-
-def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config, and of every config inside it, without the keys that say how weights are
-    quantized.
-    """
-    return without_keys(raw, QUANTIZATION)
-
-
-def _descend(raw: Any, path: tuple[str, ...]) -> Any:
+def config_at(raw: Any, path: tuple[str, ...]) -> Any:
     """The config at `path` in a config; None if there is none."""
     part = raw
     for step in path:
@@ -496,11 +352,12 @@ def transformers_config(raw: dict[str, Any]) -> Any:
     """The config object of a config.json of a model type that transformers has, or that is ours,
     without the entries that say how the model is run (`RUN_FLAGS`).
     """
-    return copy.deepcopy(_read(json.dumps(without_run_flags(raw))))  # callers may change it
+    config = _cached_config(json.dumps(without_run_flags(raw)))
+    return copy.deepcopy(config)  # callers may change it
 
 
 @lru_cache(maxsize=8)
-def _read(text: str) -> Any:
+def _cached_config(text: str) -> Any:
     """Cached, since a conversion needs the same config several times and transformers reads it
     slowly.
     """

@@ -12,11 +12,15 @@ joins, which the plan states before any tensor is read.
 
 Shape letters: H query heads, Hk key/value heads before, G after, d head dimension, D hidden size.
 
-A symmetry: where nothing but the rotary embedding stands between the projections and the scores,
-keys may be multiplied by a complex number per head and frequency and queries by the inverse of its
-conjugate; dimensions that are not rotated, and values with the columns of W_O, by any invertible
-matrix (docs/methods.md). What stands in between (norms, gates) takes some of that away. The tests
-compare every entry with its transformers class.
+A symmetry is a change of the weights that leaves scores and output the same (docs/methods.md):
+
+- Rotated dimensions: each pair is a complex number. A key may be multiplied by c, one for each head
+  and frequency, and its queries by 1 / conj(c).
+- Other dimensions of keys, with queries: any invertible matrix, and its inverse transpose.
+- Values, with the columns of W_O: any invertible matrix, and its inverse.
+
+This holds if only the rotary embedding stands between projections and scores. Norms and gates take
+some of it away. The tests compare every entry with its transformers class.
 
 An entry (`Family`, in `families/`) names the attention modules, the tensors below them that hold
 key/value heads, with their layout, the config keys that count heads, and for every model type its
@@ -89,7 +93,7 @@ class LayerHeads:
 class Layout:
     """Where the heads lie in one stored tensor.
 
-    This class is for tensors without heads: these are handled whole.
+    The base of all layouts, and itself that of a tensor without heads, which is handled whole.
     """
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
@@ -244,20 +248,20 @@ class Rule:
         projection: Whether it is the weight or bias of a linear layer that makes or reads heads
             (W_Q, W_K, W_V, W_O), and not something that belongs to heads (norms, convolutions,
             gates). Only projections are merged by maps.
-        when: A config field, and the value for which the rule holds.
+        only_if: A config field, and the value for which the rule holds; None if it always does.
     """
 
     tensor: str
     layout: Layout
     projection: bool = True
-    when: tuple[str, Any] | None = None
+    only_if: tuple[str, Any] | None = None
 
     def matches(self, tail: str, config: Any) -> bool:
         """Whether the rule applies to the tensor `tail`, its name below the module, of a model with
         this config.
         """
-        if self.when is not None:
-            key, value = self.when
+        if self.only_if is not None:
+            key, value = self.only_if
             if getattr(config, key, None) != value:
                 return False
         return tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
@@ -339,11 +343,11 @@ class Symmetry:
         pairing: Which two dimensions make a rotated pair (`Rotary`).
         query: The name of W_Q, which absorbs the inverse map; None if fused with keys and values.
         output: The name of W_O, which absorbs it, too.
-        transposed: Whether the layer's matrices (W_Q, W_O, its MLP) are stored (in, out).
+        stores_transposed: Whether the layer's matrices (W_Q, W_O, its MLP) are stored (in, out).
         norms: Possible names, below the layer, of the norm whose output attention reads; empty if
             it reads the residual stream.
         one_plus: Whether that norm's gain is 1 + the weight.
-        embedded: Function from the config of the text part to the factor of the embeddings.
+        embedding_factor: Function from the config of the text part to the factor of the embeddings.
         aligns_keys: Whether keys can be aligned; or the config field that forbids it if set: a norm
             before the scores.
         reorders_heads: Whether heads can be reordered; or the config field that forbids it if set:
@@ -358,21 +362,21 @@ class Symmetry:
     pairing: Pairing = "half"
     query: str | None = "q_proj"
     output: str = "o_proj"
-    transposed: bool = False
+    stores_transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
-    embedded: Callable[[Any], float] = embedding_multiplier
+    embedding_factor: Callable[[Any], float] = embedding_multiplier
     aligns_keys: bool | str = True
     reorders_heads: bool | str = True
     per_query: tuple[Rule, ...] = ()
     impossible_if: tuple[str, Callable[[Any], bool]] | None = None
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
-        """Rules of the tensors beside keys and values that change with heads."""
+    def query_side_rules(self) -> tuple[Rule, ...]:
+        """Rules of W_Q, W_O and the tensors of each query head, which change with the heads."""
         query: Layout = Separate("query")
         output: Layout = Separate("output", axis=1)
-        if self.transposed:
+        if self.stores_transposed:
             query = Conv1D(query)
             output = Conv1D(output)
 
@@ -439,7 +443,10 @@ def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
     """
     query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    kv = kv or getattr(config, "num_key_value_heads", None) or query
+    if kv is None:
+        kv = getattr(config, "num_key_value_heads", None)
+    if kv is None:
+        kv = query
     return LayerHeads(query, kv, dim, dim)
 
 
@@ -470,14 +477,14 @@ class Family:
         attention: Names of the self-attention modules below a layer.
         cross_attention: Names of the cross-attention modules below a layer.
         rules: For tensors below these modules that depend on KV heads.
-        unchanged: Patterns of other tensors, except those that a symmetry names.
+        unchanged_patterns: Patterns of other tensors, except those that a symmetry names.
         kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part.
             The first is always written; the others, if present, are scaled alike.
-        layers: The attribute of transformers' config that counts layers.
+        layers_field: The attribute of transformers' config that counts layers.
         heads: Function from (config, layer) to its heads.
         edits: Function from (G, heads, config) to the keys to write instead of `kv_fields`; None if
             G is impossible.
-        when: Values of config fields that distinguish families with the same model types.
+        only_if: Values of config fields that distinguish families with the same model types.
         not_layerwise: Model type -> why models of it cannot be run layer by layer on text, if
             known.
     """
@@ -488,19 +495,19 @@ class Family:
     attention: tuple[str, ...] = ("self_attn",)
     cross_attention: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = SEPARATE
-    unchanged: tuple[str, ...] = ()
+    unchanged_patterns: tuple[str, ...] = ()
     kv_fields: tuple[str, ...] = ("num_key_value_heads",)
-    layers: str = "num_hidden_layers"
+    layers_field: str = "num_hidden_layers"
     heads: Callable[[Any, int], LayerHeads] = layer_heads
     edits: Callable[[int, LayerHeads, Any], Edits | None] | None = None
-    when: Mapping[str, Any] = field(default_factory=dict)
+    only_if: Mapping[str, Any] = field(default_factory=dict)
     not_layerwise: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, model_type: str, config: Any) -> bool:
         """Whether a model of this type and with this config is one of the family."""
         if listed_as(model_type) not in self.symmetries:
             return False
-        return all(getattr(config, name, None) == value for name, value in self.when.items())
+        return all(getattr(config, name, None) == value for name, value in self.only_if.items())
 
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""

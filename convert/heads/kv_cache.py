@@ -103,7 +103,8 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
 
     layers = []
     for layer in sorted(numbers):
-        if config.shares_kv(layer):
+        predicts_further_tokens = layer >= config.layers
+        if predicts_further_tokens or config.shares_kv(layer):
             continue
         heads = config.heads(layer)
         window = _window(text, layer)

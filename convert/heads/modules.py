@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
-from gqa.convert.heads.config import ModelConfig, target_heads
+from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.config_edits import target_heads
 from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rule, Symmetry
 from gqa.core.errors import CorruptError, RefusedError, listing
 from gqa.models.custom_code import listed_as
@@ -305,12 +306,14 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
 
     name = re.sub(r"\.(weight|bias)$", "", tail)
     family = config.family
-    if name in _QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
+    if name in _QUERY_SIDE or any(
+        fnmatchcase(name, pattern) for pattern in family.unchanged_patterns
+    ):
         return
 
     # Tensors that change with maps are known, too, where a method uses none.
     entry = family.symmetries[listed_as(config.text.model_type)]
-    if isinstance(entry, Symmetry) and rule_of(tail, config, entry.rules):
+    if isinstance(entry, Symmetry) and rule_of(tail, config, entry.query_side_rules):
         return
 
     is_one_vector = spec.shape in ((heads.key_dim,), (heads.value_dim,))

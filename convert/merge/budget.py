@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
+from gqa.convert.heads.config import ModelConfig, read_config
+from gqa.convert.heads.config_edits import valid_groups
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
@@ -72,7 +74,7 @@ def uneven_heads(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     Raises RefusedError if the fewest heads everywhere exceed `share` of the KV cache's bytes.
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
-    heads = config.main.kv
+    heads = config.main_heads.kv
     counts = _counts(config)
     if min(counts) > share * heads + 1e-9:
         raise RefusedError(
@@ -86,7 +88,7 @@ def uneven_heads(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
 
 def _counts(config: ModelConfig) -> list[int]:
     """The numbers of KV heads that a layer may have, at most the base model's."""
-    return [count for count in valid_groups(config) if count <= config.main.kv]
+    return [count for count in valid_groups(config) if count <= config.main_heads.kv]
 
 
 def heads_within(
@@ -98,12 +100,13 @@ def heads_within(
     Raises RefusedError if text or model cannot be used.
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
-    heads = config.main.kv
+    heads = config.main_heads.kv
     layers = config.layers
 
     # 1. The text, without the blocks on which the result is compared with the base model.
     heldout_tokens = CHECKED_TOKENS if options.check else 0
-    blocks, _ = options.text.blocks_and_heldout(checkpoint, options.device, watcher, heldout_tokens)
+    reader = CalibrationReader(options.text, checkpoint, options.device, watcher)
+    blocks, _ = reader.blocks_and_heldout(heldout_tokens)
     if len(blocks) < 2:
         raise RefusedError(
             f"{', '.join(options.text.sources)} gives only one block of {options.text.length} "
@@ -165,7 +168,8 @@ def losses_alone(
         pair.base_model.streams.append(alone)
 
         # The next layer is fitted as if it were the first one that changes.
-        calibrator.text.converted.hidden.copy_(calibrator.text.base.hidden)
+        states = calibrator.calibration_states
+        states.converted.hidden.copy_(states.base.hidden)
         watcher.update(1)
 
     lost = [0.0] * calibrator.layers

@@ -21,11 +21,16 @@ from gqa.convert.plan import Plan
 
 
 class Calibrator:
-    """Fits the attention modules of a model, layer by layer in order.
+    """Fits the attention modules of a model, layer by layer.
 
-    pair: The base model and the converted model.
-    text: Hidden states of the calibration text. Further texts of the pair (`ModelPair.add_text`)
-        advance with it, and nothing is fitted to them.
+    Layers come in order: `run(index)` takes the hidden states from layer `index` to the next.
+
+    Attributes:
+        pair: The base model and the converted model.
+        fit: How one attention module is fitted.
+        layers: Number of layers.
+        calibration_states: Hidden states of the calibration text. Further texts of the pair
+            (`ModelPair.add_text`) advance with it, and nothing is fitted to them.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Calibrator:
         self.layers = self.pair.layers
         if isinstance(inputs, Tensor):
             inputs = {"input_ids": inputs}
-        self.text = self.pair.add_text(inputs)
+        self.calibration_states = self.pair.add_text(inputs)
 
     @torch.no_grad()
     def run(self, index: int) -> list[FittedModule]:
@@ -61,20 +66,22 @@ class Calibrator:
         base_layer = pair.base_model.load(index)
         modules = pair.modules_of(index)
         if not modules:
-            self._advance_same_layer(base_layer)
+            self._advance_unchanged_layer(base_layer)
             return []
 
         converted_layer = pair.load_converted(index, modules)
         attentions = [base_layer.attention(module.path) for module in modules]
-        weights = position_weights(self.text.converted.hidden, self.text.converted.is_text)
+        base_states = self.calibration_states.base
+        converted_states = self.calibration_states.converted
+        weights = position_weights(converted_states.hidden, converted_states.is_text)
 
         # 1. Observe: the base model's hidden states go through its layer, and what its attention
         # adds to them becomes the target of the converted attention.
         scale = self._residual_scale(base_layer, attentions)
-        targets = self._first_targets(len(modules), scale)  # of the states before this layer
-        for rows, outputs in base_layer.advance_and_observe(self.text.base, attentions):
+        targets = self._initial_targets(len(modules), scale)  # of the states before this layer
+        for rows, outputs in base_layer.advance_and_observe(base_states, attentions):
             for target, output in zip(targets, outputs, strict=True):
-                # The target of the first module has the drift already (`_first_targets`).
+                # The target of the first module has the drift already (`_initial_targets`).
                 target[rows] += output.to(target.device)
         self._advance_other_texts(base_layer)
 
@@ -86,7 +93,7 @@ class Calibrator:
                 module,
                 base_attention=attentions[number],
                 converted_attention=converted_layer.attention(module.path),
-                stream=self.text.converted,
+                stream=converted_states,
                 targets=targets[number],
                 position_weights=weights,
             )
@@ -112,23 +119,23 @@ class Calibrator:
     def _converted_tensors(self, result: FittedModule) -> dict[str, Tensor]:
         """All tensors of a fitted module, by stored name."""
         merged = self.pair.merged_tensors(result.module, result.maps)
-        return {**merged, **result.weights}
+        return {**merged, **result.trained_tensors}
 
     # ------------------------------------------------------------------------------- targets
 
-    def _first_targets(self, modules: int, scale: float | None) -> list[Tensor]:
+    def _initial_targets(self, n_modules: int, scale: float | None) -> list[Tensor]:
         """Targets (N, T, D) of a layer's modules before the base model's outputs are added.
 
         The first module also corrects the drift: what earlier layers lost of the hidden states. It
         cannot if the layer does not simply add attention's output (`scale` is None).
         """
-        hidden = self.text.converted.hidden
+        hidden = self.calibration_states.converted.hidden
         if scale is None:
             first = torch.zeros_like(hidden)
         else:
-            first = (self.text.base.hidden - hidden).div_(scale)
+            first = (self.calibration_states.base.hidden - hidden).div_(scale)
 
-        others = [torch.zeros_like(hidden) for _ in range(modules - 1)]
+        others = [torch.zeros_like(hidden) for _ in range(n_modules - 1)]
         return [first, *others]
 
     def _hand_on_errors(self, task: FitTask, next_target: Tensor) -> None:
@@ -143,17 +150,17 @@ class Calibrator:
         """
         config = self.pair.plan.config.text
         multiplier = float(getattr(config, "residual_multiplier", None) or 1.0)
-        return residual_scale(base_layer, attentions, self.text.base, multiplier)
+        return residual_scale(base_layer, attentions, self.calibration_states.base, multiplier)
 
     # --------------------------------------------------------------------------------- other
 
     def _advance_other_texts(self, base_layer: Layer) -> None:
         """Take the base model's hidden states of all but the calibration text through a layer."""
         for stream in self.pair.base_model.streams:
-            if stream is not self.text.base:
+            if stream is not self.calibration_states.base:
                 base_layer.advance(stream)
 
-    def _advance_same_layer(self, base_layer: Layer) -> None:
+    def _advance_unchanged_layer(self, base_layer: Layer) -> None:
         """Take the hidden states of both models through a layer that is the same in both."""
         for runner in (self.pair.base_model, self.pair.converted_model):
             for stream in runner.streams:

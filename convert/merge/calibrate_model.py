@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.finished_layers import FinishedLayers, maps_tensors
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.options import MapsOptions
@@ -39,7 +40,8 @@ def calibrate_model(
         The quality of both models on held-out text; None if it is not measured.
     """
     heldout_tokens = CHECKED_TOKENS if finished.holds_out else 0
-    inputs, heldout = options.text.inputs(plan.checkpoint, options.device, watcher, heldout_tokens)
+    reader = CalibrationReader(options.text, plan.checkpoint, options.device, watcher)
+    inputs, heldout = reader.inputs(heldout_tokens)
     calibrator = Calibrator(plan, inputs, options, fit)
     pair = calibrator.pair
 
@@ -88,5 +90,5 @@ def _tensors(results: list[FittedModule]) -> dict[str, Tensor]:
     """What is stored of a layer: the maps of its modules, and the weights that were trained."""
     tensors = maps_tensors((result.module.path, result.maps) for result in results)
     for result in results:
-        tensors |= result.weights
+        tensors |= result.trained_tensors
     return tensors

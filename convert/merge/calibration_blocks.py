@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # Characters of text to tokenize for each token that is used. A token has about four: blocks are
 # chosen among 64 times as many as are needed, so that they are of many documents (`read_blocks`).
-_CHARACTERS = 256
+_CHARACTERS_PER_TOKEN = 256
 COPY_TOKENS = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
-_HELDOUT_ONE_IN = 8  # blocks of short text
+_HELDOUT_ONE_IN = 8  # of short text one block in so many may be held out
 
 
 def read_blocks(
@@ -47,7 +47,7 @@ def read_blocks(
         tokens: Tokens of all blocks together, rounded down to whole blocks.
         length: Tokens of a block.
         seed: Of the choice among documents, and of repeated passages.
-        repeats: Whether some blocks repeat themselves, in the same shares as in self-generated
+        repeats: Whether some blocks repeat themselves, in the same shares as in generated
             text.
         heldout_count: The most blocks that are held out; of short text an eighth.
 
@@ -78,9 +78,12 @@ def read_blocks(
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
 
-    numbers, heldout_numbers = _choose(len(pieces), tokens // length, heldout_count)
+    numbers, heldout_numbers = _choose_pieces(len(pieces), tokens // length, heldout_count)
     blocks: Ints = pieces[numbers]
     heldout_blocks: Ints = pieces[heldout_numbers]
+
+    # As in `START_EVERY`: the model also sees BOS (EOS, if it has none) at the beginning, which its
+    # tokenizer never adds.
     lacks_start = not encoder.starts_documents and not config.is_encoder_decoder
     if lacks_start and encoder.start is not None:
         blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
@@ -99,7 +102,7 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
     """At least that many tokens of a source, if it has them.
 
     Its documents are in an order by the hashes of their texts and the seed. No more of them are
-    tokenized than have _CHARACTERS for each token, if that is enough.
+    tokenized than have _CHARACTERS_PER_TOKEN for each token, if that is enough.
     """
     import numpy as np
 
@@ -113,7 +116,7 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
 
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     characters_read = np.cumsum(np.array(characters)[order])
-    documents = int(np.searchsorted(characters_read, _CHARACTERS * tokens)) + 1
+    documents = int(np.searchsorted(characters_read, _CHARACTERS_PER_TOKEN * tokens)) + 1
     stream = _encode_documents(source, order[:documents], encoder)
     if len(stream) < tokens:  # its words are long
         stream = _encode_documents(source, order, encoder)
@@ -131,7 +134,7 @@ def _encode_documents(source: Source, numbers: Ints, encoder: Encoder) -> Ints:
     return np.concatenate([np.array(documents[number].tokens, np.int64) for number in order])
 
 
-def _choose(n_pieces: int, wanted: int, heldout_count: int) -> tuple[Ints, Ints]:
+def _choose_pieces(n_pieces: int, wanted: int, heldout_count: int) -> tuple[Ints, Ints]:
     """Choose `wanted` of the pieces, evenly spaced, and at most `heldout_count` of the rest.
 
     If the rest is less than an eighth of the pieces, up to an eighth is held out all the same, and
@@ -151,7 +154,7 @@ def _choose(n_pieces: int, wanted: int, heldout_count: int) -> tuple[Ints, Ints]
     return np.setdiff1d(used, heldout_numbers), heldout_numbers
 
 
-def without_copies(heldout_blocks: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
+def without_copies(heldout_blocks: Ints, blocks: Ints, source_name: str, watcher: Watcher) -> Ints:
     """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T).
 
     Text that repeats itself, or is read twice, would make the result look better. Blocks are
@@ -174,8 +177,8 @@ def without_copies(heldout_blocks: Ints, blocks: Ints, name: str, watcher: Watch
     is_copy = np.array(copied_windows) >= _COPY_SHARE * len(heldout_windows[0])
     if is_copy.any():
         watcher.warn(
-            f"{is_copy.sum():,} of {len(heldout_blocks):,} blocks of {name} that are meant to "
-            "measure quality also occur in the calibration text; they are left out"
+            f"{is_copy.sum():,} of {len(heldout_blocks):,} blocks of {source_name} that are "
+            "meant to measure quality also occur in the calibration text; they are left out"
         )
     return heldout_blocks[~is_copy]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.head_maps import HeadMaps, query_order
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layer import Attention, Stream, check_finite
@@ -21,8 +21,8 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Key and value maps are fitted to at least so many tokens, because more hardly improve them. The
-# refit of W_O uses all tokens.
+# Key and value maps are fitted to about so many tokens, because more hardly improve them. The refit
+# of W_O uses all tokens.
 FITTED_TOKENS = 16_384
 # Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
 # Above, they are attended in m calls of width e, that of one head, for which torch has fused
@@ -37,19 +37,18 @@ class FittedModule:
     Attributes:
         module: The module.
         maps: Its maps.
-        error: Squared error of the attention output, relative to the energy of its targets. Both
-            are weighted by position, and the targets include the drift
-            (`Calibrator._first_targets`). After the refit of W_O it is measured on the text that
-            W_O was fitted to, without the bias. After training it is the validation error, with the
-            bias: that of the validation blocks, relative to the energy of all blocks. NaN if it was
-            not measured.
-        weights: Tensors that were trained, by stored name. They take the place of the maps.
+        error: sum w |target - output|^2 / sum w |target|^2, w being the position weights; NaN if it
+            was not measured. Targets include the drift.
+            After the refit of W_O: on the text that W_O was fitted to, without its bias.
+            After training: on the validation blocks, relative to the mean energy of all blocks,
+            with the bias.
+        trained_tensors: Tensors that were trained, by stored name. They take the place of the maps.
     """
 
     module: AttentionModule
     maps: HeadMaps
     error: float
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    trained_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,17 +77,30 @@ class FitTask:
     targets: Tensor
     position_weights: Tensor
 
+    @property
+    def heads(self) -> LayerHeads:
+        """The heads of the base model's module."""
+        return self.pair.heads(self.module)[0]
+
+    @property
+    def groups(self) -> int:
+        """Number of KV heads of the converted module."""
+        return self.pair.heads(self.module)[1]
+
     def apply(self, maps: HeadMaps) -> None:
         """Give the converted module the merged heads of these maps."""
         self.converted_attention.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
-    def sample(self) -> tuple[Tensor, ...]:
-        """Batches of the text, evenly spaced, which have at least FITTED_TOKENS tokens together.
+    def sample(self) -> list[Tensor]:
+        """Evenly spaced batches of the text, with about FITTED_TOKENS tokens together.
 
-        Each batch is a tensor of the indices of its blocks. Short text is used whole.
+        Batches in which no position counts are left out first: of few long blocks they could be all
+        that is taken. Each batch is a tensor of the indices of its blocks. Short text is used
+        whole.
         """
         step = max(1, self.position_weights.numel() // FITTED_TOKENS)
-        return self.stream.batches()[::step]
+        batches = [rows for rows in self.stream.batches() if self.position_weights[rows].any()]
+        return batches[::step]
 
 
 def fit_or_average(task: FitTask) -> FittedModule:
@@ -117,7 +129,8 @@ def fit_module(task: FitTask) -> FittedModule:
     plan = pair.plan
     symmetry = pair.symmetry
     assert symmetry is not None
-    heads, groups = pair.heads(task.module)
+    heads = task.heads
+    groups = task.groups
     rotary = rotary_of(task, heads.key_dim)
     aligns_keys = symmetry.can_align_keys(plan.config.text)
     search = plan.searches(pair.options.grouping)
@@ -165,10 +178,15 @@ def rotary_of(task: FitTask, key_dim: int) -> Rotary:
 
 
 def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments:
-    """Moments of the base model's heads on the converted model's hidden states."""
-    heads, _ = task.pair.heads(task.module)
+    """Moments of the base model's heads on the converted model's hidden states.
+
+    Args:
+        rotary: Of the module's keys.
+        w_o: (H, e, D).
+        groups: G of the moments; 1 for all heads as one group.
+    """
     length = task.stream.hidden.shape[1]
-    sums = MomentSums(heads, groups, length, float64_device(task.pair.base_model.device))
+    sums = MomentSums(task.heads, groups, length, float64_device(task.pair.base_model.device))
     roots = output_roots(w_o).to(task.pair.base_model.device)
 
     for rows in task.sample():
@@ -197,9 +215,11 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
 def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head.
 
-    Attention is that of the merged keys in `maps`, values are the base model's.
+    Attention is that of the merged keys in `maps`, values are the base model's. The converted
+    module is left with the merged heads of `maps`.
     """
-    heads, groups = task.pair.heads(task.module)
+    heads = task.heads
+    groups = task.groups
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.base_model.device)
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
@@ -227,8 +247,8 @@ def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
         parts = stacked.split(part_width, -1)
         attended = torch.cat([attend(v=part) for part in parts], -1)  # (B, T, H, m e)
 
-        roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
-        add_products(moments, (attended * roots).flatten(0, 1).transpose(0, 1))
+        weight_roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
+        add_products(moments, (attended * weight_roots).flatten(0, 1).transpose(0, 1))
 
     positions = sum(task.position_weights[rows].numel() for rows in task.sample())
     return moments / positions
@@ -247,7 +267,6 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     """
     assert maps.output is not None
     assert task.converted_attention.projection is not None
-    heads, _ = task.pair.heads(task.module)
     task.apply(replace(maps, output=None))  # heads' outputs are captured before W_O
     device = task.pair.converted_model.device
     bias = getattr(task.converted_attention.projection, "bias", None)
@@ -271,7 +290,7 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     start = maps.output.to(w_o).T @ w_o
     # With less text, the fit follows its accidents more, so the ridge is stronger.
     strength = task.pair.options.ridge / count
-    solution = ridge(gram / count, cross / count, start, strength, block=heads.value_dim)
+    solution = ridge(gram / count, cross / count, start, strength, block=task.heads.value_dim)
 
     # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
     # solution exactly if H e is at most D; otherwise only the part of the change that lies in the

@@ -16,8 +16,9 @@ def fit_and_refine(task: FitTask) -> FittedModule:
     """The maps in closed form, and the trained weights of the module, which take their place."""
     # Training chooses its best step on validation blocks. The closed form must not see them either
     # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
-    weights_of_fit = without_validation(task.position_weights, task.pair.options.refinement)
-    fitted = fit_or_average(replace(task, position_weights=weights_of_fit))
+    settings = task.pair.options.refinement
+    fit_position_weights = without_validation(task.position_weights, settings)
+    fitted = fit_or_average(replace(task, position_weights=fit_position_weights))
 
     task.apply(fitted.maps)
     return _train(task, fitted)
@@ -46,4 +47,4 @@ def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
         )
 
     by_full_name = {names[name]: tensor for name, tensor in trained.weights.items()}
-    return replace(fitted, weights=pair.stored(by_full_name), error=trained.error)
+    return replace(fitted, trained_tensors=pair.stored(by_full_name), error=trained.error)

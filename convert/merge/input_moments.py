@@ -164,7 +164,7 @@ class InputMoments:
                 shares = (most / energy.clamp_min(most)).sqrt()
                 bounded = rows.double() * shares[:, None]
                 moments += bounded.mT @ bounded / len(table)
-        return moments * self._symmetry.embedded(self._config) ** 2
+        return moments * self._symmetry.embedding_factor(self._config) ** 2
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """The layer's MLP, or None if the layer has other parts.
@@ -179,7 +179,7 @@ class InputMoments:
 
         def read(spec: TensorSpec) -> Tensor:
             matrix = self._checkpoint.read(spec).to(self._device).float()
-            return matrix.mT if self._symmetry.transposed else matrix
+            return matrix.mT if self._symmetry.stores_transposed else matrix
 
         up = read(tensors.up)
         down = read(tensors.down)

@@ -1,7 +1,7 @@
 """Second moments of an attention module's queries, keys and values, and the maps that follow.
 
 They are measured on text (`gqa.convert.merge.fit`) or estimated from the weights
-(`gqa.convert.merge.from_weights`).
+(`gqa.convert.merge.maps_from_weights`).
 """
 
 from __future__ import annotations

@@ -31,13 +31,45 @@ class TrainedWeights:
     Attributes:
         weights: By name below the module.
         error_before: The validation error of the start: the squared error of the output on the
-            validation blocks, relative to the energy of the targets of all blocks.
+            validation blocks, relative to the energy of the targets of all blocks. Only tests read
+            it.
         error: The validation error of these weights.
     """
 
     weights: dict[str, Tensor]
     error_before: float
     error: float
+
+
+def split_blocks(blocks: int, settings: Refinement) -> tuple[Tensor, Tensor, torch.Generator]:
+    """Split numbers of blocks into those for validation and those for training.
+
+    Args:
+        blocks: N.
+        settings: With the share of validation blocks, and the seed.
+
+    Returns:
+        Indices of the validation blocks and of the training blocks, which are the same for the same
+        settings; a single block is both. And the generator that draws batches next.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(blocks, generator=generator)
+    if blocks == 1:
+        return order, order, generator
+    count = max(1, round(blocks * settings.validation))
+    return order[:count], order[count:], generator
+
+
+def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor:
+    """The weights (N, T) of positions, with 0 in the validation blocks of `refine`.
+
+    A start that is fitted to validation blocks would be better there than on new text, so that
+    hardly any step would improve on it.
+    """
+    _, train, _ = split_blocks(len(position_weights), settings)
+    used = position_weights.new_zeros(len(position_weights))
+    used[train] = 1  # a single block is used for validation and for training
+    return position_weights * used.unsqueeze(1)
 
 
 def refine(
@@ -48,15 +80,21 @@ def refine(
     position_weights: Tensor,
     settings: Refinement,
 ) -> TrainedWeights:
-    """Train parameters of an attention module towards `targets` (N, T, D).
+    """Train parameters of an attention module towards its targets.
 
     Some of the blocks are for validation: nothing is trained on them, and their error selects the
     best step.
 
     Args:
+        module: The attention module, which itself is not changed.
         start: The parameters to train, by name below the module.
         arguments: Function from indices of blocks to the arguments of the module.
+        targets: (N, T, D) float.
         position_weights: (N, T), what a squared error at a position counts.
+        settings: Of the training.
+
+    Returns:
+        The parameters after the best step, float32.
     """
     device = next(iter(start.values())).device
     blocks_at_once = max(1, TOKENS_AT_ONCE // targets.shape[1])
@@ -64,9 +102,7 @@ def refine(
     if autocast is None:
         autocast = native_bfloat16(str(device))
 
-    # The same seed and first draw as in `without_validation`, so the same blocks.
-    generator = torch.Generator().manual_seed(settings.seed)
-    validation, train = split_blocks(len(targets), settings, generator)
+    validation, train, generator = split_blocks(len(targets), settings)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
     schedules = [_linear_schedule(optimizer, settings.steps) for optimizer in optimizers]
@@ -128,30 +164,6 @@ def _mean_loss(
     for rows in blocks.split(batch):  # the last batch may be smaller, and counts less
         weighted += [part * len(rows) for part in loss_parts(rows)]
     return float(torch.stack(weighted).sum()) / len(blocks)
-
-
-def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor:
-    """The weights (N, T) of positions, with 0 in the validation blocks of `refine`.
-
-    A start that is fitted to validation blocks would be better there than on new text, so that
-    hardly any step would improve on it.
-    """
-    generator = torch.Generator().manual_seed(settings.seed)
-    _, train = split_blocks(len(position_weights), settings, generator)
-    used = position_weights.new_zeros(len(position_weights))
-    used[train] = 1  # a single block is used for validation and for training
-    return position_weights * used.unsqueeze(1)
-
-
-def split_blocks(
-    blocks: int, settings: Refinement, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Indices of the validation blocks and of the training blocks; a single block is both."""
-    order = torch.randperm(blocks, generator=generator)
-    if blocks == 1:
-        return order, order
-    count = max(1, round(blocks * settings.validation))
-    return order[:count], order[count:]
 
 
 def _linear_schedule(

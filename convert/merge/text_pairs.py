@@ -15,13 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.self_samples import (
-    SampledBlocks,
-    derive_seed,
-    samples,
-    samples_identity,
-    store_batches,
-)
+from gqa.convert.merge.sample_store import store_batches
+from gqa.convert.merge.sampling import sample_sequences
+from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, samples_identity
 from gqa.core.console import Watcher
 from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
@@ -59,7 +55,7 @@ class PairMaker:
             seed: Of the choice of pairs and of what is written.
             watcher: Of the progress.
             trust_remote_code: Whether to run the checkpoint's code.
-            vocabulary: Token ids of self-generated pairs are below it, if another model with fewer
+            vocabulary: Token ids of generated pairs are below it, if another model with fewer
                 rows reads them.
 
         Raises:
@@ -114,7 +110,7 @@ class PairMaker:
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
     def write(self, count: int, seed: int) -> list[TokenPair]:
-        """`count` self-generated pairs.
+        """`count` generated pairs.
 
         The source is what the decoder writes for an empty source, with spans replaced by marks if
         the tokenizer has them. The target is what the decoder writes for that source.
@@ -136,7 +132,7 @@ class PairMaker:
         return list(zip(sources, targets, strict=True))
 
     def sampled(self, count: int) -> SampledBlocks:
-        """`count` self-generated pairs as blocks, stored in the cache (`store_batches`).
+        """`count` generated pairs as blocks, stored in the cache (`store_batches`).
 
         A block has the `length` tokens of the source and those of the target, each padded with -1.
         Raises RefusedError.
@@ -146,7 +142,7 @@ class PairMaker:
         return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
     def _identify(self) -> str:
-        """Everything that determines the self-generated pairs.
+        """Everything that determines the generated pairs.
 
         It names cached files: where one character of it changes, all pairs are generated again.
         """
@@ -217,15 +213,15 @@ class PairMaker:
                 "input_ids": ids.to(self._device),
                 "attention_mask": mask.to(self._device),
             }
-            rows = samples(
+            rows = sample_sequences(
                 self._model,
                 self.length + 1,
                 seeds=[seed + first],
-                batch=len(part),
+                sequences_per_seed=len(part),
                 encoder_inputs=encoder_inputs,
                 banned=banned,
                 progress=self._watcher.update,
-                vocabulary=self._id_limit,
+                id_limit=self._id_limit,
             )
             for row in rows[:, 1:].tolist():  # without the decoder's start token
                 length = row.index(end) + 1 if end in row else len(row)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gqa.checkpoint.files import TensorSpec
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.self_samples import (
+from gqa.convert.merge.sampling import (
     BYTES_PER_LOGIT,
     MAX_BATCH,
     MAX_CACHE_BYTES,
@@ -84,7 +84,7 @@ def _sizes(plan: Plan) -> _Sizes:
     in_layer = f"{changed[0].layer_path}."
     layer = _numel(spec for name, spec in checkpoint.tensors.items() if name.startswith(in_layer))
     mlps = max(checkpoint.parameters - sum(modules) - embeddings, 0)
-    heads = plan.config.main
+    heads = plan.config.main_heads
     # In float64, and once more without the means of keys.
     moments = 2 * 2 * ((heads.kv * heads.key_dim) ** 2 + (heads.kv * heads.value_dim) ** 2)
     return _Sizes(width, modules, layer, embeddings, mlps, moments)
@@ -154,8 +154,8 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
     """A workload on calibration text: with what it takes to generate the text."""
     memory = 4 * numbers
     text = options.text
-    tokens = sum(count for source, count in text.shares() if is_self(source))
-    if not tokens:
+    sequences = sum(tokens // text.length for source, tokens in text.shares() if is_self(source))
+    if not sequences:
         return Workload(operations, memory)
 
     generation = generation_workload(
@@ -163,7 +163,7 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
         layers=plan.config.layers,
         vocabulary=int(getattr(plan.config.text, "vocab_size", 0)),
         cache_bytes_per_token=plan.cache_before.bytes_per_token,
-        sequences=math.ceil(tokens / text.length),
+        sequences=sequences,
         length=text.length,
         device=options.device,
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gqa.convert.head_maps import HeadMaps
     from gqa.convert.heads.config import ModelConfig
     from gqa.convert.heads.modules import AttentionModule
-    from gqa.convert.merge.from_weights import ModuleEstimate
+    from gqa.convert.merge.maps_from_weights import ModuleEstimate
     from gqa.convert.merge.options import MapsOptions
     from gqa.convert.merge.workload import Workload
     from gqa.convert.plan import Plan

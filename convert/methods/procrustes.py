@@ -8,7 +8,7 @@ from gqa.convert.methods.weights_method import WeightsMethod
 
 if TYPE_CHECKING:
     from gqa.convert.head_maps import HeadMaps
-    from gqa.convert.merge.from_weights import ModuleEstimate
+    from gqa.convert.merge.maps_from_weights import ModuleEstimate
 
 
 class Procrustes(WeightsMethod):

@@ -11,7 +11,7 @@ from gqa.convert.methods.maps_method import MapsMethod
 if TYPE_CHECKING:
     from gqa.convert.head_maps import HeadMaps
     from gqa.convert.merge.finished_layers import FinishedLayers
-    from gqa.convert.merge.from_weights import ModuleEstimate
+    from gqa.convert.merge.maps_from_weights import ModuleEstimate
     from gqa.convert.merge.options import MapsOptions
     from gqa.convert.merge.workload import Workload
     from gqa.convert.plan import Plan
@@ -40,9 +40,9 @@ class WeightsMethod(MapsMethod):
 
         Raises RefusedError if weights are NaN or Inf.
         """
-        from gqa.convert.merge.from_weights import from_weights
+        from gqa.convert.merge.maps_from_weights import estimate_maps
 
-        return from_weights(plan, self.module_maps, self.estimates_inputs, search, device)
+        return estimate_maps(plan, self.module_maps, self.estimates_inputs, search, device)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:
         from gqa.convert.merge.workload import weights_workload

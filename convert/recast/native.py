@@ -77,11 +77,11 @@ class View(Checkpoint):
     """A checkpoint as one of another class.
 
     Attributes:
-        source: The stored checkpoint.
+        stored: The stored checkpoint.
         recipes: How to compute each tensor of the view, by name.
     """
 
-    source: Checkpoint = field(kw_only=True)
+    stored: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
@@ -93,16 +93,16 @@ class View(Checkpoint):
 
         recipe = self.recipes[spec.name]
         if recipe.compute is None:
-            stored = replace(spec, name=recipe.sources[0].name)
-            return self.source.read(stored, buffer)
+            stored_spec = replace(spec, name=recipe.sources[0].name)
+            return self.stored.read(stored_spec, buffer)
 
         precise = torch.float64 if spec.dtype == "F64" else torch.float32
-        inputs = [self.source.read(source).to(precise) for source in recipe.sources]
+        inputs = [self.stored.read(source).to(precise) for source in recipe.sources]
         return recipe.compute(inputs)
 
     def has_range(self, spec: TensorSpec) -> bool:
         recipe = self.recipes[spec.name]
-        return recipe.compute is None and self.source.has_range(recipe.sources[0])
+        return recipe.compute is None and self.stored.has_range(recipe.sources[0])
 
     @property
     def parameters(self) -> int:

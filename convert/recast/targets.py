@@ -12,12 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gqa.checkpoint.read import CAUSAL_MASK, Checkpoint, read_json
-from gqa.convert.heads.config import (
-    read_config,
-    read_top,
-    transformers_config,
-    valid_groups,
-)
+from gqa.convert.heads.config import read_config, read_outer_config, transformers_config
+from gqa.convert.heads.config_edits import valid_groups
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
 from gqa.convert.heads.kv_cache import KVCache, kv_cache
@@ -75,7 +71,7 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     if not entries:
         return checkpoint
 
-    config = read_top(checkpoint.config, name)
+    config = read_outer_config(checkpoint.config, name)
     for entry in entries[:-1]:
         try:
             raw = _target_config(checkpoint, entry, config)
@@ -104,7 +100,7 @@ def recast_as_is(checkpoint: Checkpoint) -> Checkpoint:
     """
     if checkpoint.config.get("model_type") not in RECAST_TYPES:
         return checkpoint
-    return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)))
+    return recast(checkpoint, query_heads(read_outer_config(checkpoint.config, checkpoint.name)))
 
 
 def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
@@ -222,9 +218,9 @@ def _view(
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
 
     edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
-    way = "native"
+    view_kind = "native"
     if not recasting.architecture:
-        way = "custom modeling code"
+        view_kind = "custom modeling code"
         name, text = file_of(recasting.target)
         files[name] = text
 
@@ -232,9 +228,9 @@ def _view(
     fields = vars(checkpoint) | {
         "config": raw | edits,
         "tensors": tensors,
-        "source": checkpoint,
-        "way": way,
-        "added": files,
+        "stored": checkpoint,
+        "view_kind": view_kind,
+        "extra_files": files,
     }
     return View(**fields, recipes=recipes)
 

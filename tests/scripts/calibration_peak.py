@@ -40,7 +40,7 @@ def calibrate(calibrator: Calibrator, copies: int) -> None:
     kept: list[Tensor] = []
     for layer in range(calibrator.layers):
         calibrator.run(layer)
-        kept += [calibrator.text.base.hidden.clone() for _ in range(copies)]
+        kept += [calibrator.calibration_states.base.hidden.clone() for _ in range(copies)]
 
 
 if __name__ == "__main__":

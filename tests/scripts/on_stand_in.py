@@ -54,7 +54,7 @@ def calibration(
             found[f"{path} error"] = torch.tensor(result.error)
             # Not the maps themselves, whose bases may turn by rounding.
             tensors = calibrator.pair.merged_tensors(result.module, result.maps)
-            for name, tensor in {**tensors, **result.weights}.items():
+            for name, tensor in {**tensors, **result.trained_tensors}.items():
                 found[f"{path} {name}"] = tensor.cpu()
     for name, hidden in calibrator.pair.state().items():
         found[name] = hidden.cpu()

@@ -204,7 +204,7 @@ def stop_while_sampling(number: int) -> None:
     """A signal arrives while a model writes text."""
     import gqa.convert.merge.self_samples as module
 
-    module.samples = lambda *given, **options: os.kill(os.getpid(), number)  # type: ignore[assignment]
+    module.sample_sequences = lambda *given, **options: os.kill(os.getpid(), number)  # type: ignore[assignment]
 
 
 def kill_rank_at(rank: int, step: int, number: int) -> None:

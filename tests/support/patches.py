@@ -95,7 +95,7 @@ def call_good_up_to(patch: pytest.MonkeyPatch, ratio: float) -> None:
 
 def train_on_few_tokens(patch: pytest.MonkeyPatch) -> None:
     """Where no number of tokens is given, train on 512 and not on millions."""
-    patch.setattr("gqa.uptrain.models.DEFAULT_TOKENS", 512)
+    patch.setattr("gqa.uptrain.defaults.DEFAULT_TOKENS", 512)
 
 
 def use_heldout_losses(patch: pytest.MonkeyPatch, losses: Iterator[dict[str, float]]) -> None:

@@ -24,6 +24,7 @@ from gqa.convert.find_maps import with_maps
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
+from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods.maps_method import MapsMethod
@@ -74,7 +75,7 @@ KEY_ROWS = ("k_norm.weight", "k_norm.bias")
 
 @dataclass(frozen=True)
 class Ids(CalibrationText):
-    """Random token ids in place of a text."""
+    """Random token ids in place of a text: `CalibrationReader` returns them for it."""
 
     length: int = 16
     tokens: int = 16
@@ -82,16 +83,27 @@ class Ids(CalibrationText):
     low: int = 10
     high: int = 96
 
-    def blocks_and_heldout(
-        self, checkpoint: Any, device: str, watcher: Any, heldout_tokens: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        return self.ids(), replace(
-            self, seed=self.seed + 1, count=heldout_tokens // self.length
-        ).ids()
-
     def ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(self.low, self.high, (self.count, self.length), generator=generator)
+
+    def heldout_ids(self, heldout_tokens: int) -> Tensor:
+        return replace(self, seed=self.seed + 1, count=heldout_tokens // self.length).ids()
+
+
+_read_text = CalibrationReader.blocks_and_heldout
+
+
+def _blocks_and_heldout(
+    reader: CalibrationReader, heldout_tokens: int = 0
+) -> tuple[Tensor, Tensor]:
+    if isinstance(reader.text, Ids):
+        return reader.text.ids(), reader.text.heldout_ids(heldout_tokens)
+    return _read_text(reader, heldout_tokens)
+
+
+# For the process, since options with `Ids` reach the reader through whole conversions
+CalibrationReader.blocks_and_heldout = _blocks_and_heldout  # type: ignore[method-assign]
 
 
 def on_ids(**options: Any) -> MapsOptions:

@@ -28,7 +28,7 @@ FAMILIES: tuple[Family, ...] = (
         "Conv1D [Q | K | V], custom modeling code",
         {
             "gqa_gpt2": Symmetry(
-                rotates=False, query=None, output="c_proj", transposed=True, norms=("ln_1",)
+                rotates=False, query=None, output="c_proj", stores_transposed=True, norms=("ln_1",)
             )
         },
         attention=("attn",),
@@ -45,7 +45,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="self- and cross-attention of the decoder",
         cross_attention=("encoder_attn",),
-        layers="decoder_layers",
+        layers_field="decoder_layers",
     ),
     Family(
         "encoder-decoder with relative positions, custom modeling code",
@@ -54,7 +54,7 @@ FAMILIES: tuple[Family, ...] = (
         attention=("layer.0.SelfAttention",),
         cross_attention=("layer.1.EncDecAttention",),
         rules=(Rule("k", Separate("key")), Rule("v", Separate("value"))),
-        unchanged=("relative_attention_bias",),
-        layers="num_decoder_layers",
+        unchanged_patterns=("relative_attention_bias",),
+        layers_field="num_decoder_layers",
     ),
 )

@@ -63,7 +63,10 @@ FAMILIES: tuple[Family, ...] = (
                 aligns_keys=False,
                 per_query=(
                     Rule(
-                        "q_norm", Separate("query"), projection=False, when=("qk_norm_type", "olmo")
+                        "q_norm",
+                        Separate("query"),
+                        projection=False,
+                        only_if=("qk_norm_type", "olmo"),
                     ),
                 ),
             )
@@ -71,7 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         note="the k norm is over all heads or per head, as qk_norm_type says",
         rules=(
             Rule("att_proj", Fused("stacked")),
-            Rule("k_norm", Separate("key"), projection=False, when=("qk_norm_type", "olmo")),
+            Rule("k_norm", Separate("key"), projection=False, only_if=("qk_norm_type", "olmo")),
         ),
     ),
     Family(
@@ -86,7 +89,7 @@ FAMILIES: tuple[Family, ...] = (
         "Falcon, new architecture",
         {"falcon": _FALCON},
         note="transformers' cache holds all H heads; other engines keep G",
-        when={"new_decoder_architecture": True},
+        only_if={"new_decoder_architecture": True},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
         not_layerwise=_CUSTOM_ATTENTION,
@@ -98,7 +101,7 @@ FAMILIES: tuple[Family, ...] = (
         {"falcon": _FALCON},
         note="G = 1 or H; with parallel attention also 1 < G < H, in the new architecture (its "
         "cache holds H heads)",
-        when={"new_decoder_architecture": False},
+        only_if={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
         not_layerwise=_CUSTOM_ATTENTION,

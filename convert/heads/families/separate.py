@@ -21,7 +21,7 @@ from gqa.convert.heads.family import (
 LLAMA = Symmetry()
 QWEN3 = Symmetry(aligns_keys=False)  # query and key norms: only values can be transformed
 ONE_PLUS = Symmetry(one_plus=True)
-GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
+GEMMA = replace(ONE_PLUS, embedding_factor=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(
     norms=(),
@@ -225,7 +225,7 @@ FAMILIES: tuple[Family, ...] = (
                 impossible_if=GATED_IF,
             ),
         },
-        unchanged=("attn_sub_norm", "indexer.*"),
+        unchanged_patterns=("attn_sub_norm", "indexer.*"),
         kv_fields=("num_key_value_heads", "num_attention_groups"),
         not_layerwise={
             "blt_global_transformer": "its inputs are byte patches computed by other models",
@@ -264,7 +264,7 @@ FAMILIES: tuple[Family, ...] = (
             "normed"
         },
         note="G must be even: value head i is paired with head i + G / 2",
-        unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
+        unchanged_patterns=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
         edits=_paired_head_edits,
     ),
     Family(

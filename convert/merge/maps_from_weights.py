@@ -6,7 +6,7 @@ No forward pass: the moments of keys, queries and values are W E[x x^T] W^T, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,31 +22,37 @@ from gqa.convert.merge.moments import Moments, heads_of
 from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
-# Of n heads, by role. "query", "key" and "value": factors R (n, w, D) with w rows a head, whose
-# products R R^T are the second moments of what the heads compute. "output": W_O as stored,
-# (H, e, D), which is no factor. "ROLE.bias": (n, w).
-Factors = dict[str, Tensor]
+# The heads of a module by role, n heads of w rows:
+#   query, key, value: (n, w, D), a factor R of each head's second moments R R^T;
+#   output: (H, e, D), W_O as stored (transposed), no factor;
+#   ROLE.bias: (n, w).
+ModuleTensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ModuleEstimate:
     """An attention module, as far as the weights tell: what a method makes its maps of.
 
-    heads, groups: H and Hk of the base model, G of the result.
-    factors: Of the heads in the order of the groups.
-    moments: Second moments of the heads of each group.
-    aligns_keys: Whether keys may be multiplied by matrices; otherwise they are averaged.
+    Attributes:
+        heads: Of the base model: H query heads, Hk key heads of d rows, Hk value heads of e rows.
+        groups: G of the result, each of m = Hk / G heads.
+        factors: Query (H, d, D), key (Hk, d, D), value (Hk, e, D), output (H, e, D) and biases, in
+            the order of the groups.
+        moments: Second moments of the heads of each group: stacked keys (G, m d, m d), stacked
+            values (G, m e, m e), queries (Hk, d, d). Distances are not estimated: (Hk, 0).
+        rotary: Of the keys, as if its frequencies were unknown.
+        aligns_keys: Whether keys may be multiplied by matrices; otherwise they are averaged.
     """
 
     heads: LayerHeads
     groups: int
-    factors: Factors
+    factors: ModuleTensors
     moments: Moments
     rotary: Rotary
     aligns_keys: bool
 
 
-def from_weights(
+def estimate_maps(
     plan: Plan,
     module_maps: Callable[[ModuleEstimate], HeadMaps],
     estimates_inputs: bool,
@@ -56,6 +62,7 @@ def from_weights(
     """Yield path and maps of each attention module. Raises RefusedError if weights are NaN or Inf.
 
     Args:
+        plan: The plan of the conversion.
         module_maps: The maps of a module whose heads are in the order of the groups.
         estimates_inputs: Whether second moments of layer inputs are estimated from the embeddings
             and the layers before; otherwise they are the identity.
@@ -72,8 +79,8 @@ def from_weights(
     for number, (module, changes) in enumerate(modules):
         heads = changes[0].heads
         groups = changes[0].groups
-        stored = _finite_heads(plan.checkpoint, module, changes)
-        width = stored["key"].shape[-1]  # D
+        tensors = _finite_heads(plan.checkpoint, module, changes)
+        width = tensors["key"].shape[-1]  # D
         if inputs is None:  # D is known from the first module on
             inputs = InputMoments(
                 plan.checkpoint, text_config, symmetry, width, estimates_inputs, device
@@ -86,32 +93,62 @@ def from_weights(
         # Of a module whose heads stay no maps are made: only its values are needed, for the inputs
         # of later layers.
         roles = ("query", "key", "value") if merges else ("value",)
-        factors: Factors = dict(stored)
-        for role in roles:
-            rows = inputs.project((stored[role] * gain).flatten(0, 1))
-            factors[role] = rows.unflatten(0, stored[role].shape[:2])
-            del stored[role]  # as large as its factors
+        _project(tensors, roles, gain, inputs)
+
+        # 2. Moments of the inputs of the next layer.
         if number + 1 < len(modules):
-            inputs.add(module, gain, factors["output"], factors["value"])
+            inputs.add(module, gain, tensors["output"], tensors["value"])
         if not merges:
             continue
 
+        # 3. The groups and the maps.
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
         rotary = replace(symmetry.rotary(text_config, module.layer, heads.key_dim), frequencies=())
+        order, estimate = _fit_groups(tensors, heads, groups, rotary, aligns_keys, search)
+        yield module.path, replace(module_maps(estimate), order=order)
 
-        # 2. The groups. From the moments of the whole layer as one group any partition follows.
-        order = None
-        if search:
-            w_o = factors["output"].double()
-            whole = _estimated_moments(factors, heads, 1)
-            order = find_order(whole, w_o, groups, rotary, aligns_keys)
-        if order:
-            factors = _reordered(factors, order, heads)
 
-        # 3. The maps.
-        moments = _estimated_moments(factors, heads, groups)
-        maps = module_maps(ModuleEstimate(heads, groups, factors, moments, rotary, aligns_keys))
-        yield module.path, replace(maps, order=order)
+def _project(
+    tensors: ModuleTensors, roles: Sequence[str], gain: Tensor, inputs: InputMoments
+) -> None:
+    """Replace stored heads W (n, w, D) of some roles by factors R of their second moments.
+
+    In place, one role after the other: the heads of a role take as much memory as its factors.
+
+    Args:
+        gain: (D,), of the norm before attention.
+        inputs: Moments of the normed stream that the layer reads.
+    """
+    for role in roles:
+        weights = tensors[role]
+        rows = inputs.project((weights * gain).flatten(0, 1))
+        tensors[role] = rows.unflatten(0, weights.shape[:2])
+
+
+def _fit_groups(
+    tensors: ModuleTensors,
+    heads: LayerHeads,
+    groups: int,
+    rotary: Rotary,
+    aligns_keys: bool,
+    search: bool,
+) -> tuple[tuple[int, ...] | None, ModuleEstimate]:
+    """Choose the heads of each group, and estimate the moments of the groups.
+
+    Returns:
+        The order of heads in which consecutive ones are a group, None if that is their own order;
+        and the module with its heads in this order.
+    """
+    order = None
+    if search:
+        # From the moments of the whole layer as one group those of any partition follow.
+        whole = _estimated_moments(tensors, heads, 1)
+        order = find_order(whole, tensors["output"].double(), groups, rotary, aligns_keys)
+    if order:
+        tensors = _reordered(tensors, order, heads)
+
+    moments = _estimated_moments(tensors, heads, groups)
+    return order, ModuleEstimate(heads, groups, tensors, moments, rotary, aligns_keys)
 
 
 def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModule, list[Change]]]:
@@ -121,7 +158,7 @@ def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModu
     modules = sorted(plan.modules, key=lambda module: module.layer)
     last = max(number for number, module in enumerate(modules) if module.path in plan.changes)
     return [
-        (module, module_changes(module, plan.config, plan.groups, symmetry.rules))
+        (module, module_changes(module, plan.config, plan.groups, symmetry.query_side_rules))
         for module in modules[: last + 1]
     ]
 
@@ -139,27 +176,27 @@ def _finite_heads(
     return stored
 
 
-def _reordered(factors: Factors, order: tuple[int, ...], heads: LayerHeads) -> Factors:
+def _reordered(tensors: ModuleTensors, order: tuple[int, ...], heads: LayerHeads) -> ModuleTensors:
     """KV heads in this order, and query heads with them."""
     kv_order = list(order)
     kv_orders = {"key": kv_order, "value": kv_order}
     query_heads = query_order(order, heads.query)  # of queries and outputs
     return {
         name: tensor[kv_orders.get(name.removesuffix(".bias"), query_heads)]
-        for name, tensor in factors.items()
+        for name, tensor in tensors.items()
     }
 
 
-def _estimated_moments(factors: Factors, heads: LayerHeads, groups: int) -> Moments:
+def _estimated_moments(tensors: ModuleTensors, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group: E[h h^T] = R R^T + b b^T, with the bias b, if any, as the mean."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """Second moments (parts, p, p) and means (parts, p) of the heads of a role, stacked into
         `parts` of p rows each.
         """
-        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
+        rows = tensors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
         means = rows.new_zeros(rows.shape[:2]).double()
-        bias = factors.get(f"{role}.bias")
+        bias = tensors.get(f"{role}.bias")
         if bias is not None:
             means = bias.reshape(parts, -1).double()
         centered = torch.stack([gram(part.double()) for part in rows])
