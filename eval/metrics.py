@@ -367,8 +367,9 @@ RECALL_KINDS = (
         "text",
         study_title="text recalled",
         question=(
-            "a passage of N tokens from `--data` (N: 64, 192, 512, 1,024, 2,048 ..., as far as "
-            "`--context` allows), then its first 192 tokens again (all N if N is smaller)"
+            "a passage of N tokens from `--data` (N: 64, 192, 512, 1,024, 2,048 ..., and the "
+            "longest that fits into `--context`), then its first 192 tokens again (all N if N is "
+            "smaller)"
         ),
         counted="the second copy without its first token",
     ),

@@ -174,7 +174,7 @@ def text_type(name: str) -> str:
 
 
 def test_no_model_type_is_in_two_tables() -> None:
-    stated = [t for family in FAMILIES if not family.when for t in family.symmetries]
+    stated = [t for family in FAMILIES if not family.only_if for t in family.symmetries]
     assert len(stated) == len(set(stated))
     assert not set(stated) & set(REFUSED)
     assert not set(NESTED) & set(REFUSED)
