@@ -36,7 +36,7 @@ import torch
 from harness import EMBEDDED, Measurements
 
 import gqa
-from gqa.convert.merge.sampling import sample_sequences
+from gqa.convert.generate.sampling import sample_sequences
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison

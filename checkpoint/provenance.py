@@ -131,6 +131,12 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
         return None
 
 
+def object_in(record: Any, name: str) -> dict[str, Any]:
+    """An object in a conversion's record, which users edit; empty if it is none."""
+    part = record.get(name) if isinstance(record, dict) else None
+    return part if isinstance(part, dict) else {}
+
+
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of the config and of the contents of all weight, code and tokenizer files."""
     origin = checkpoint.stored or checkpoint

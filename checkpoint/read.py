@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-# Float dtypes of safetensors -> their names in torch.
-TORCH_DTYPES = {
+# Float dtypes: their names in safetensors -> in torch.
+TORCH_OF_SAFETENSORS = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# Dtypes of torch that `.bin` files may have -> their names in safetensors.
-STORED_DTYPES = {
+# Dtypes that `.bin` files may have: their names in torch -> in safetensors.
+SAFETENSORS_OF_TORCH = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -102,7 +102,7 @@ class Checkpoint:
     """A checkpoint on disk (in a dry run from the hub, without its weights).
 
     Attributes:
-        name: Its name in output: that of its directory, or of its repository at the hub.
+        name: Its name in messages: that of its directory, or of its repository at the hub.
         directory: Where its files are.
         config: Its config.json.
         tensors: Its tensors by name, in the order of files and bytes.
@@ -140,8 +140,8 @@ class Checkpoint:
         """One tensor, in its stored dtype and shape.
 
         Args:
-            spec: Its entry in `tensors`, with a dtype of TORCH_DTYPES. Tensors of others are only
-                copied as bytes (of a `.bin` file they can be read).
+            spec: Its entry in `tensors`, with a dtype of TORCH_OF_SAFETENSORS. Tensors of others are
+                only copied as bytes (of a `.bin` file they can be read).
             buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
                 use.
 
@@ -164,7 +164,7 @@ class Checkpoint:
                 "repeat the command when nothing else writes to it"
             )
 
-        dtype = getattr(torch, TORCH_DTYPES[spec.dtype])
+        dtype = getattr(torch, TORCH_OF_SAFETENSORS[spec.dtype])
         if not raw.nbytes:
             return torch.empty(spec.shape, dtype=dtype)
         return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
@@ -216,16 +216,16 @@ def stored_as(tensor: Tensor, dtype: str) -> Tensor:
     """Cast a tensor to a float storage dtype; unchanged for other dtypes."""
     import torch
 
-    if dtype not in TORCH_DTYPES:
+    if dtype not in TORCH_OF_SAFETENSORS:
         return tensor
-    return tensor.to(getattr(torch, TORCH_DTYPES[dtype]))
+    return tensor.to(getattr(torch, TORCH_OF_SAFETENSORS[dtype]))
 
 
 def member_path(directory: Path, name: str) -> Path:
-    """The path of a file of the checkpoint, without a link below `directory`.
+    """The real path of a file of the checkpoint, all links followed.
 
-    Links may lead to other files of the directory and into a cache of the hub; from such a cache,
-    to blobs of the same model.
+    A link may lead to another file of the directory, or into a cache of the hub (if the directory
+    is in one, only to blobs of the same model). Any other is refused.
 
     Raises:
         MissingError: There is no such file.
@@ -455,7 +455,7 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
         if dtype is None:
             raise CorruptError(
                 f"{file} holds something other than named dense tensors of "
-                f"{listing(STORED_DTYPES, 20)}: "
+                f"{listing(SAFETENSORS_OF_TORCH, 20)}: "
                 f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
             )
         begin = end
@@ -492,7 +492,7 @@ def _storage_dtype(name: Any, tensor: Any) -> str | None:
         return None
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
-    return STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    return SAFETENSORS_OF_TORCH.get(str(tensor.dtype).removeprefix("torch."))
 
 
 def _checked_side_files(
@@ -515,16 +515,16 @@ def _checked_side_files(
     for name in side:
         try:
             member_path(directory, name)
-        except (CorruptError, PermissionError) as error:
-            is_needed = _is_read_by_libraries(name)
-            if isinstance(error, PermissionError):
-                reason = f"{name} cannot be read"
-            else:
-                reason = str(error).rpartition("; ")[0]
-                is_needed = is_needed or not os.path.islink(directory / name)
-            if is_needed:
+        except PermissionError:
+            if _is_read_by_libraries(name):
                 raise
-            broken[name] = reason
+            broken[name] = f"{name} cannot be read"
+        except CorruptError as error:
+            # What is no link is a pipe or a device, under a name that we would copy.
+            is_link = os.path.islink(directory / name)
+            if _is_read_by_libraries(name) or not is_link:
+                raise
+            broken[name] = str(error).rpartition("; ")[0]
     side = [name for name in side if name not in broken]
 
     reasons = (*broken.values(), *not_followed.values())
@@ -544,7 +544,8 @@ def _is_read_by_libraries(name: str) -> bool:
 
 
 def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of all files below a directory; and by name, why a link to a directory is not followed.
+    """Names of all files below a directory; and by name, why a directory is not listed: a link that
+    leaves, or one that cannot be read.
 
     Links to directories are followed as those of files. One that leads to where it is, or where
     another link leads, is ignored: its files are listed already.
@@ -554,7 +555,17 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
     targets = set[Path]()
     waiting = [directory]
     while waiting:
-        for path in sorted(waiting.pop().iterdir()):
+        folder = waiting.pop()
+        try:
+            paths = sorted(folder.iterdir())
+        except PermissionError:
+            if folder == directory:
+                raise
+            name = folder.relative_to(directory).as_posix()
+            not_followed[name] = f"{name} cannot be read"
+            continue
+
+        for path in paths:
             name = path.relative_to(directory).as_posix()
             if not path.is_dir():
                 names.append(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.config_edits import without_quantization
 from gqa.convert.plan import OutputTensor
@@ -121,7 +121,7 @@ def _empty_tensors(outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> d
         module = tensor.name.rpartition(".")[0]
         if module in packed:
             continue
-        dtype = getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8"))
+        dtype = getattr(torch, TORCH_OF_SAFETENSORS.get(tensor.dtype, "uint8"))
         tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
     return tensors
 

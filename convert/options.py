@@ -24,7 +24,7 @@ class ConvertOptions(Options):
 
     model: str = option(
         MISSING,
-        argument="MODEL",
+        argument_metavar="MODEL",
         missing="pass the model: a directory with config.json, or a hub id",
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gqa.checkpoint.files import shard_names
 from gqa.checkpoint.model_config import culprit
-from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import SAFETENSORS_OF_TORCH, TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.config_edits import edit_config, valid_groups
@@ -111,7 +111,7 @@ def _plan(
             f"--dtype cannot be used because {checkpoint.name} has quantized weights; remove "
             "--dtype"
         )
-    stored_dtype = STORED_DTYPES[dtype] if dtype else None
+    stored_dtype = SAFETENSORS_OF_TORCH[dtype] if dtype else None
     outputs = _outputs(checkpoint, chain.from_iterable(changes.values()), stored_dtype)
 
     # 4. config.json, and the KV cache by both configs.
@@ -287,7 +287,7 @@ def _outputs(
     outputs: list[OutputTensor] = []
     for name, spec in checkpoint.tensors.items():
         dtype = spec.dtype
-        if stored_dtype and dtype in TORCH_DTYPES:
+        if stored_dtype and dtype in TORCH_OF_SAFETENSORS:
             dtype = stored_dtype
         change = by_name.get(name)
         shape = change.shape if change else spec.shape

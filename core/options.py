@@ -3,7 +3,7 @@ Python callers make too.
 
     @dataclass(frozen=True)
     class Windows(Options):
-        model: str = option(MISSING, argument="MODEL")
+        model: str = option(MISSING, argument_metavar="MODEL")
         context: int | None = option(
             None, "Tokens.  [default: the model's]", tokens_type(4), group=MAIN
         )
@@ -53,7 +53,7 @@ def option(
     metavar: str = "",
     short: str = "",
     alias: str = "",
-    argument: str = "",
+    argument_metavar: str = "",
     missing: str = "",
     may_change: bool = False,
     needs: Sequence[str] = (),
@@ -70,11 +70,12 @@ def option(
         metavar: What --help calls a value.
         short: `-o`.
         alias: Another name, `--groups`.
-        argument: The metavar of an argument of the command, which is no option.
+        argument_metavar: Makes the field a positional argument (MODEL) instead of an option; this
+            is its metavar.
         missing: What an error says if the option or argument must be given and is not.
         may_change: Whether it may differ between a run and its continuation.
-        needs: It means nothing unless one of these other options is given (`check_needs`, which the
-            command has to call).
+        needs: It means nothing unless one of these other options is given. Only `check_needs`
+            checks it, so a dataclass that uses it has to call that (EvaluateOptions does).
         setting: The entry of `gqa.convert.methods.base.Method.settings` that it belongs to, if only
             some methods of conversion use it; empty if all do.
         expert: For Python callers only: no option of the command.
@@ -88,7 +89,7 @@ def option(
             "metavar": metavar,
             "short": short,
             "alias": alias,
-            "argument": argument,
+            "argument_metavar": argument_metavar,
             "missing": missing,
             "may_change": may_change,
             "needs": needs,
@@ -189,7 +190,7 @@ class Options:
                 continue
 
             names = [
-                field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
+                field_of(type(self), name).metadata["argument_metavar"].strip("[]") or flag(name)
                 for name in needs
             ]
             remedy = "both" if len(names) == 1 else "one of them too"
@@ -264,7 +265,7 @@ def parameter(options_class: type, entry: Field[Any]) -> click.Parameter:
     value_type, has_several = _types(options_class)[name]
     metadata = entry.metadata
     required = entry.default is MISSING
-    if metadata["argument"]:
+    if metadata["argument_metavar"]:
         nargs = -1 if has_several else 1
         return Argument(
             [name],
@@ -272,7 +273,7 @@ def parameter(options_class: type, entry: Field[Any]) -> click.Parameter:
             nargs=nargs,
             required=required,
             missing=metadata["missing"],
-            metavar=metadata["argument"],
+            metavar=metadata["argument_metavar"],
         )
 
     group = metadata["group"]

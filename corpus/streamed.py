@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -25,20 +25,31 @@ from gqa.corpus.tokens import LOSS_MASK, Block, encode_rows, nothing_counts
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
 
-# Where a lane is read on: "data", the state of its data set; "rest", the tokens of its last
-# document that are in no block yet; "counts", whether any token so far counts in the loss; "files",
-# the number of shards of the source. Empty: at the start. Never changed in place.
-LaneState = dict[str, Any]
-Bookmark = tuple[list[int], list[LaneState]]  # by lane: its next block, and where it is read on
+
+class LaneState(TypedDict, total=False):
+    """Where a lane is read on. Empty: at the start. Never changed in place."""
+
+    data: dict[str, Any] | None  # the state of its data set
+    rest: Any  # the tokens of its last document that are in no block yet; a list once saved
+    counts: bool  # whether any token so far counts in the loss
+    files: int  # the number of shards of the source
 
 
-def positions_of(bookmark: Bookmark) -> list[Any]:
-    """`StreamedBlocks.positions` at a bookmark."""
-    positions = list[Any]()
-    for lane, (number, state) in enumerate(zip(*bookmark, strict=True)):
+class Bookmark(NamedTuple):
+    """Where all lanes are, by lane."""
+
+    next_blocks: list[int]
+    states: list[LaneState]
+
+
+def saved_lanes_of(bookmark: Bookmark) -> list[Any]:
+    """`StreamedBlocks.saved_lanes` at a bookmark."""
+    saved_lanes = list[Any]()
+    by_lane = zip(bookmark.next_blocks, bookmark.states, strict=True)
+    for lane, (number, state) in enumerate(by_lane):
         if number:  # else nothing of the lane has been read
-            positions.append([lane, number, state | {"rest": state["rest"].tolist()}])
-    return positions
+            saved_lanes.append([lane, number, state | {"rest": state["rest"].tolist()}])
+    return saved_lanes
 
 
 class StreamedBlocks:
@@ -71,8 +82,9 @@ class StreamedBlocks:
         most_lanes = min(self._shards, _LANES, batch)
         self.lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
         # By lane: its next block, where it is read on for that block, and the blocks from there.
-        self._numbers = [0] * self.lanes
+        self._next_blocks = [0] * self.lanes
         self._states = [LaneState()] * self.lanes
+        # The generator reads `_states[lane]` when its first block is taken, not here.
         self._blocks = [self._read(lane) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
@@ -84,37 +96,37 @@ class StreamedBlocks:
     def __getitem__(self, index: int) -> Block:
         """Block `index`; its lane is read forward, or again from the start."""
         number, lane = divmod(index, self.lanes)
-        if number < self._numbers[lane]:
+        if number < self._next_blocks[lane]:
             self.seek([[lane, 0, {}]])
 
-        for _ in range(self._numbers[lane], number + 1):
+        for _ in range(self._next_blocks[lane], number + 1):
             block, self._states[lane] = next(self._blocks[lane])
-        self._numbers[lane] = number + 1
+        self._next_blocks[lane] = number + 1
         return block
 
     @property
-    def positions(self) -> list[Any]:
+    def saved_lanes(self) -> list[Any]:
         """`[lane, next block, state]` of each lane that this process has read, JSON-ready."""
-        return positions_of(self.bookmark())
+        return saved_lanes_of(self.bookmark())
 
     def bookmark(self) -> Bookmark:
-        """Where all lanes are, for `positions_of`; quick to take before every step."""
-        return [*self._numbers], [*self._states]
+        """Where all lanes are, for `saved_lanes_of`; quick to take before every step."""
+        return Bookmark([*self._next_blocks], [*self._states])
 
-    def seek(self, positions: list[Any]) -> None:
-        """Read on from the `positions` of all processes of a run, taken after the same step.
+    def seek(self, saved_lanes: list[Any]) -> None:
+        """Read on from the `saved_lanes` of all processes of a run, taken after the same step.
 
         If several have read a lane, from the furthest of theirs: no later step needs a block before
         it.
 
         Raises RefusedError if the source had another number of shards then.
         """
-        for *_, state in positions:
+        for *_, state in saved_lanes:
             self._check_files(state)
 
         # Sorted: the furthest of a lane comes last, and replaces the others.
-        for lane, number, state in sorted(positions, key=lambda position: position[:2]):
-            self._numbers[lane] = number
+        for lane, number, state in sorted(saved_lanes, key=lambda saved: saved[:2]):
+            self._next_blocks[lane] = number
             self._states[lane] = state | {"rest": np.array(state.get("rest", ()), int)}
             self._blocks[lane] = self._read(lane)
 
@@ -137,12 +149,12 @@ class StreamedBlocks:
         part = self.source.shard(self.lanes, lane)
         documents = _LaneDocuments(part, self._tokens, self._name_of(lane), state)
         for block, rest in pack(documents, self._size, state.get("rest", ())):
-            after = {
-                "data": documents.position,
-                "rest": rest,
-                "counts": documents.any_counts,
-                "files": self._shards,
-            }
+            after = LaneState(
+                data=documents.position,
+                rest=rest,
+                counts=documents.any_counts,
+                files=self._shards,
+            )
             yield block, after
 
     def _name_of(self, lane: int) -> str:

@@ -45,7 +45,7 @@ class EvaluateOptions(Options):
     The first of `models` is the baseline.
     """
 
-    models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
+    models: tuple[str, ...] = option((), argument_metavar="BASELINE [MODEL]...")
 
     data: tuple[str, ...] | None = option(
         None,

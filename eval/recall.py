@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
+from gqa.convert.generate.self_samples import derive_seed, sampled_blocks
 from gqa.core.errors import RefusedError, explain
 from gqa.eval.scoring import Window
 from gqa.eval.subjects import Subject, input_device

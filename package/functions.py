@@ -135,10 +135,10 @@ def uptrain_model(
 
     call = options_of_call(TrainOptions, options, tokenizer, model=model, teacher=teacher)
     with call as (settings, directories), fresh_accelerator(), Watcher(settings.quiet) as watcher:
-        setup = prepare(settings, watcher=watcher)
-        _, record = uptrain(setup, watcher)
-    assert setup.options.output
-    return Result(path=setup.options.output, record=record, _directories=directories)
+        run = prepare(settings, watcher=watcher)
+        _, record = uptrain(run, watcher)
+    assert run.options.output
+    return Result(path=run.options.output, record=record, _directories=directories)
 
 
 def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:

@@ -98,7 +98,7 @@ class AblateOptions(Options):
         may_change=True,
         group=MAIN,
     )
-    model: str | None = option(None, argument="[MODEL]", may_change=True)
+    model: str | None = option(None, argument_metavar="[MODEL]", may_change=True)
     data: tuple[str, ...] = option(
         (),
         "Text to calibrate and train on, from the sources of gqa-uptrain except self. Repeat the "

@@ -292,7 +292,7 @@ def test_help_shows_every_default(program: str) -> None:
     for name, field in KINDS[program].__dataclass_fields__.items():
         default, is_option = (
             field.default,
-            not (field.metadata["argument"] or field.metadata["expert"]),
+            not (field.metadata["argument_metavar"] or field.metadata["expert"]),
         )
         if (
             is_option

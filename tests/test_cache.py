@@ -17,7 +17,7 @@ from support.embedded import counting
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache
 
-from gqa.convert.merge import sample_store
+from gqa.convert.generate import sample_store
 from gqa.core.errors import CacheError
 from gqa.core.shelves import shelves
 from gqa.corpus.cache import datasets_cache

@@ -60,7 +60,7 @@ def test_a_sample_of_few_long_blocks_is_of_blocks_that_count(
         weights = task.position_weights.clone()
         weights[0] = 0
         refined = replace(task, position_weights=weights)
-        sampled.extend(rows.tolist() for rows in refined.sample())
+        sampled.extend(rows.tolist() for rows in refined.fitted_batches())
         return fit_module(task)
 
     Calibrator(plan_of(source), Ids(count=4).ids(), on_ids(batch=1), sample).run(0)

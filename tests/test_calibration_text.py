@@ -31,8 +31,9 @@ from transformers import M2M100Tokenizer
 import gqa.convert.merge.calibration_blocks as module
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
+from gqa.convert.generate import text_pairs
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge import budget, text_pairs
+from gqa.convert.merge import budget
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
@@ -118,7 +119,7 @@ def test_a_small_source_is_used_from_end_to_end(
     characters a token.
     """
     # How many characters a token is taken to have
-    monkeypatch.setattr(module, "_CHARACTERS_PER_TOKEN", characters)
+    monkeypatch.setattr(module, "_CHARACTERS_READ_PER_TOKEN", characters)
     source = written(tmp_path, documents)
     text = tokenize([parse_source(source)], Encoders(tokenizer()))
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)

@@ -244,7 +244,7 @@ def test_a_stream_of_chats_is_packed_as_stored_ones(chats: Path, assistant_only_
         assert streamed.keys() == expected.keys()
         assert all(np.array_equal(streamed[name], expected[name]) for name in expected)
         if number == 10:
-            positions = json.loads(json.dumps(blocks.positions))
+            positions = json.loads(json.dumps(blocks.saved_lanes))
     again = stream()
     again.seek(positions)
     assert np.array_equal(again[11]["input_ids"], stored[11]["input_ids"])
@@ -264,7 +264,7 @@ def test_a_stream_in_which_nothing_counts_is_refused_after_a_stop_too(tmp_path: 
     before = stream()
     assert len(before[0]["input_ids"]) == SIZE
     continued = stream()
-    continued.seek(json.loads(json.dumps(before.positions)))
+    continued.seek(json.loads(json.dumps(before.saved_lanes)))
     for blocks in (before, continued):
         with pytest.raises(RefusedError, match="has an assistant turn"):
             blocks[1000]

@@ -77,7 +77,7 @@ def test_it_is_a_source_like_any_other() -> None:
 def test_its_share_of_the_tokens(
     sources: tuple[str, ...], tokens: int, expected: list[tuple[str, int]]
 ) -> None:
-    assert CalibrationText(sources, tokens).shares() == expected
+    assert CalibrationText(sources, tokens).tokens_by_source() == expected
 
 
 def calibration(source: Path, **options: Any) -> tuple[list[list[int]], list[list[int]]]:

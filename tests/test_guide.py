@@ -25,7 +25,7 @@ from transformers import LlamaConfig, Qwen2Config
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.advice import default_training_memory, next_line
 from gqa.convert.api import prepare
-from gqa.convert.merge.sampling import max_sequences
+from gqa.convert.generate.sampling import sequences_of_model
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 from gqa.core import devices
@@ -282,7 +282,7 @@ def test_both_models_are_served_with_the_same_options() -> None:
 def test_the_page_says_how_many_sequences_are_generated_at_once(models: Path) -> None:
     checkpoint = read_checkpoint(models / LLAMA)
     tokens = 2048
-    several = max_sequences(checkpoint, tokens, torch.float16, LARGE_GPU - checkpoint.nbytes)
+    several = sequences_of_model(checkpoint, tokens, torch.float16, LARGE_GPU - checkpoint.nbytes)
     assert f"{several} sequences of {tokens:,} tokens" in one_line(SUMS)
 
 

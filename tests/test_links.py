@@ -4,8 +4,10 @@ named as they are.
 
 from __future__ import annotations
 
+import errno
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -218,3 +220,19 @@ def test_names_of_models_are_not_interpreted(
     result.expect(complaints="")
     assert read_checkpoint(Path(f"out {name}")).side_files
     assert (Path(f"out {name}") / f"{name}.txt").exists()
+
+
+def test_directories_that_cannot_be_read_are_left_out(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as `lost+found`, where a volume is the directory of a model."""
+    (model / "lost+found").mkdir()
+    list_directory = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_directory(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert read_checkpoint(model).warnings == ("lost+found cannot be read; it is left out",)

@@ -18,13 +18,13 @@ from support.processes import small_disk
 from transformers import LlamaConfig
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge import decoding_attention, sampling, self_samples
+from gqa.convert.generate import decoding_attention, sampling, self_samples
+from gqa.convert.generate.decoding_attention import attend_one_query
+from gqa.convert.generate.sample_store import store_batches
+from gqa.convert.generate.sampling import TokenSampler, sample_sequences, sequences_of_model
+from gqa.convert.generate.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.decoding_attention import attend_one_query
-from gqa.convert.merge.sample_store import store_batches
-from gqa.convert.merge.sampling import TokenSampler, max_sequences, sample_sequences
-from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError, OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
@@ -102,19 +102,21 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
 
 
 def write_batches(
-    rows: int, sampled: list[int], size: int = 1024, between: Callable[[], object] = int
+    n_blocks: int, sampled: list[int], block_size: int = 1024, between: Callable[[], object] = int
 ) -> Path:
-    """Store batches of 16 rows of `size` numbers; the numbers of those that were made are added to
-    `sampled`.
+    """Store batches of 16 blocks of `block_size` numbers; the indices of those that were made are
+    added to `sampled`.
     """
 
-    def sample(numbers: Sequence[int]) -> Iterator[torch.Tensor]:
-        for number in numbers:
-            sampled.append(number)
-            yield torch.full((16, size), number)
+    def sample(batch_indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        for index in batch_indices:
+            sampled.append(index)
+            yield torch.full((16, block_size), index)
             between()
 
-    return store_batches("identity", size, 16, rows, sample)
+    return store_batches(
+        "identity", block_size=block_size, batch_size=16, n_blocks=n_blocks, sample=sample
+    )
 
 
 def test_text_that_does_not_fit_into_the_cache_is_not_generated(
@@ -248,7 +250,7 @@ def test_as_many_at_a_time_as_memory_holds(
     monkeypatch.setattr(self_samples, "sample_sequences", counted)
     monkeypatch.setattr(
         self_samples,
-        "max_sequences",
+        "sequences_of_model",
         lambda checkpoint, length, dtype, free: free // weights * 4 + 1,
     )
     for free in (None, 3 * weights, weights):
@@ -275,7 +277,7 @@ def test_a_full_device_has_no_room_instead_of_that_of_the_host(
 
     # An accelerator whose memory is taken
     monkeypatch.setattr(self_samples, "free_memory", lambda device: 0)
-    monkeypatch.setattr(self_samples, "max_sequences", count_none)
+    monkeypatch.setattr(self_samples, "sequences_of_model", count_none)
     sampled_blocks(
         lambda dtype, device: teacher,
         "cpu",
@@ -303,8 +305,10 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
     )
     free = 80 * 10**9 - header_only(tmp_path, config)
     checkpoint = read_checkpoint(tmp_path)
-    assert 256 <= max_sequences(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
-    assert max_sequences(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
+    assert 256 <= sequences_of_model(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
+    assert sequences_of_model(checkpoint, 256, torch.bfloat16, 10**6) == 0, (
+        "then one batch is tried"
+    )
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(

@@ -22,6 +22,7 @@ from support.training import (
     load,
     material,
     options_for,
+    pair_material,
     tiny_checkpoint,
     training_model,
 )
@@ -29,13 +30,14 @@ from support.training import (
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
-from gqa.models.loading import load_tokenizer
+from gqa.models.loading import load_tokenizer, read_auto_config
 from gqa.uptrain.advice import more_tokens
 from gqa.uptrain.defaults import DEFAULT_TOKENS, decide_defaults
 from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import settle_steps
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
+from gqa.uptrain.setup import prepare
 from gqa.uptrain.state_files import TrainingProgress
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -49,7 +51,9 @@ def converted(tmp_path: Path) -> Path:
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
     options, _, teacher_text = decide_defaults(
-        TrainOptions(str(model), Path("out"), **given), read_checkpoint(model)
+        TrainOptions(str(model), Path("out"), **given),
+        read_checkpoint(model),
+        read_auto_config(str(model)),
     )
     return options, teacher_text
 
@@ -176,7 +180,6 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )
 
     # A hub that has every model
-    monkeypatch.setattr("gqa.checkpoint.base_model.open_model", open_model)
     monkeypatch.setattr("gqa.uptrain.defaults.open_model", open_model)
     assert (
         settled(converted)[1]
@@ -189,10 +192,56 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RefusedError(f"{name} is out of reach")
 
     # A hub that cannot be reached
-    monkeypatch.setattr("gqa.checkpoint.base_model.open_model", unreachable)
+    monkeypatch.setattr("gqa.uptrain.defaults.open_model", unreachable)
     options, message = settled(converted, data=("text",))
     assert options.teacher == "none"
     assert message == "the base model lab/base cannot be read: lab/base is out of reach"
+
+
+def test_a_directory_with_the_name_of_a_hub_model(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """May be any model: it is not the base model, though it is beside the result."""
+    source = {"model": "base", "revision": "abc"}
+    edit_json(converted / "gqa_conversion.json", lambda record: record.update(source=source))
+    assert converted.with_name("base").is_dir()
+    opened = list[tuple[str, str | None]]()
+
+    def open_model(name: str, revision: str | None) -> Checkpoint:
+        opened.append((name, revision))
+        return read_checkpoint(material() / "teacher")
+
+    monkeypatch.setattr("gqa.uptrain.defaults.open_model", open_model)
+    settled(converted)
+    assert opened == [("base", "abc")]
+
+
+def test_an_encoder_decoder_by_the_default_of_its_class(tmp_path: Path) -> None:
+    """Its config.json need not say what it is; pairs do not repeat."""
+    for name in ("t5-base", "t5"):
+        shutil.copytree(pair_material() / name, tmp_path / name)
+    config = tmp_path / "t5" / "config.json"
+    edit_json(config, lambda entries: entries.__delitem__("is_encoder_decoder"))
+    found, _ = settled(tmp_path / "t5", data=("text",))
+    assert found.teacher == str(tmp_path / "t5-base")
+    assert found.repeats is False
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_weights_are_read(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_weights(*given: object) -> None:
+        raise AssertionError("weights are read")
+
+    def rename_tokens(content: Any) -> None:
+        vocab = {f"{token}x": number for token, number in content["model"]["vocab"].items()}
+        content["model"] |= {"vocab": vocab, "merges": []}
+
+    edit_json(tmp_path / "base" / "tokenizer.json", rename_tokens)
+    monkeypatch.setattr("gqa.uptrain.setup.load_trained_model", read_weights)
+    monkeypatch.setattr("gqa.uptrain.setup.load_teacher", read_weights)
+    with pytest.raises(RefusedError, match="the teacher base has another tokenizer than the model"):
+        prepare(options_for(converted, tmp_path / "out"))
 
 
 def test_length_and_scope(converted: Path) -> None:

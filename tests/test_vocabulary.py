@@ -15,7 +15,7 @@ from support.embedded import SOURCE, copy_source
 from support.evaluations import few_questions, results
 from support.training import tiny_checkpoint, words_for, write_corpus
 
-from gqa.convert.merge.sampling import sample_sequences
+from gqa.convert.generate.sampling import sample_sequences
 from gqa.uptrain.training_model import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
-from gqa.convert.merge.text_pairs import PairMaker
+from gqa.convert.generate.self_samples import SampledBlocks, derive_seed, sampled_blocks
+from gqa.convert.generate.text_pairs import PairMaker
 from gqa.core.console import Watcher
 from gqa.core.devices import ranks
 from gqa.corpus.encoders import Encoders

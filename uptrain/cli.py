@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from gqa.core.console import Watcher, print_json, print_lines, run
+from gqa.core.console import Watcher, print_json, print_lines
+from gqa.core.console import run as run_command
 from gqa.core.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
@@ -46,17 +47,17 @@ def command(options: TrainOptions) -> None:
         return
 
     with Watcher(quiet) as watcher:
-        setup = prepare(options, sys.argv[1:], watcher=watcher)
+        run = prepare(options, sys.argv[1:], watcher=watcher)
 
     if not quiet:
-        print_lines(plan_lines(setup), err=options.json)
+        print_lines(plan_lines(run), err=options.json)
 
     with watcher:
-        progress, record = uptrain(setup, watcher)
+        progress, record = uptrain(run, watcher)
 
     if not quiet:
-        print_lines(result_lines(setup, progress), err=options.json)
-    if options.json and setup.accelerator.is_main_process:
+        print_lines(result_lines(run, progress), err=options.json)
+    if options.json and run.accelerator.is_main_process:
         print_json(record)
 
 
@@ -79,7 +80,7 @@ def _dry_run(options: TrainOptions, quiet: bool) -> None:
 
 def main() -> None:
     """Entry point; `gqa.core.console.run` documents the exit codes."""
-    run(
+    run_command(
         command,
         "gqa-uptrain",
         "saved states and generated text are kept; the same command continues",

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.base_model import at_commit, find_base, object_in
+from gqa.checkpoint.base_model import at_commit, find_local_base
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.methods.table import METHODS
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, explain
 from gqa.corpus.specs import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
 
@@ -19,9 +19,14 @@ DEFAULT_TOKENS = 512_000  # to train on by default
 
 
 def decide_defaults(
-    options: TrainOptions, checkpoint: Checkpoint
+    options: TrainOptions, checkpoint: Checkpoint, config: Any
 ) -> tuple[TrainOptions, Checkpoint | None, str]:
     """Decide what the options leave open and the checkpoint determines.
+
+    Args:
+        options: As the user passed them.
+        checkpoint: The model that is trained.
+        config: transformers' config of it.
 
     Returns:
         The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint;
@@ -31,8 +36,8 @@ def decide_defaults(
         RefusedError: There is neither text nor a teacher to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
-    source = object_in(record, "source")
-    teacher, name, teacher_text = _find_teacher(options, checkpoint, source)
+    base_record = object_in(record, "source")
+    teacher, name, teacher_text = _find_teacher(options, checkpoint, base_record)
     if not options.data and teacher is None:
         if record is None and options.teacher == AUTO_TEACHER:
             raise RefusedError(
@@ -55,7 +60,7 @@ def decide_defaults(
     repeats = options.repeats
     if repeats is None and not is_sampled:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
-        repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
+        repeats = teacher is not None and not config.is_encoder_decoder
 
     method = METHODS.get(str(object_in(record, "options").get("method")))
     has_maps = method is not None and method.reads != "nothing"
@@ -67,7 +72,7 @@ def decide_defaults(
 
 
 def _find_teacher(
-    options: TrainOptions, checkpoint: Checkpoint, source: dict[str, Any]
+    options: TrainOptions, checkpoint: Checkpoint, base_record: dict[str, Any]
 ) -> tuple[Checkpoint | None, str, str]:
     """The teacher's checkpoint; its name as an option; and its name in words, or why there is
     none.
@@ -76,13 +81,45 @@ def _find_teacher(
         return None, NO_TEACHER, "--teacher none"
 
     if options.teacher == AUTO_TEACHER:
-        base, text = find_base(checkpoint, source)
+        base, text = _find_base(checkpoint, base_record)
         if base is None:
             return None, NO_TEACHER, text
         return base, base.hub_id or str(base.directory), text
 
     name = options.teacher
-    is_base_at_hub = name == source.get("model") and not Path(name).exists()
-    revision = source.get("revision") if is_base_at_hub else None  # the one that was converted
+    is_base_at_hub = name == base_record.get("model") and not Path(name).exists()
+    revision = base_record.get("revision") if is_base_at_hub else None  # the one that was converted
     teacher = open_model(name, revision)
     return teacher, name, name + at_commit(teacher)
+
+
+def _find_base(
+    checkpoint: Checkpoint, base_record: dict[str, Any]
+) -> tuple[Checkpoint | None, str]:
+    """The base model at the commit that was converted.
+
+    A local base model is looked up by its path relative to the result, then beside the result.
+
+    Args:
+        checkpoint: The converted model.
+        base_record: The part of the conversion's record that names the base model.
+
+    Returns:
+        The base model or None; and its name in words, or why there is none.
+    """
+    name = base_record.get("model")
+    if not name or not isinstance(name, str):
+        return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
+
+    local = find_local_base(checkpoint, base_record)
+    if local is None and "path" in base_record:  # it was local at the conversion
+        return None, f"the base model {name} was moved or deleted; pass it with --teacher"
+
+    location = local or name
+    revision = None if local else base_record.get("revision")
+    try:
+        base = open_model(location, revision)
+    except (RefusedError, OSError) as error:
+        return None, f"the base model {name} cannot be read: {explain(error)}"
+    text = f"{location}{at_commit(base)}, the base model (--teacher none: train on text alone)"
+    return base, text

@@ -160,7 +160,7 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
     checkpoint = resolved.checkpoint
     model = _empty_model(checkpoint, options, "float32")
     follow_prefix(model, checkpoint.tensors)
-    freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
+    freeze_parameters(model, checkpoint, options.scope, options.lora_rank)
 
     parameters = model.num_parameters()
     trained = model.num_parameters(only_trainable=True)

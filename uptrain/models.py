@@ -37,7 +37,7 @@ def loading_device(
     return "cpu"
 
 
-def build_model(
+def load_trained_model(
     options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
     """The model in float32 on a device, with frozen parameters that do not train.
@@ -49,7 +49,7 @@ def build_model(
 
     # Adapters are initialized at random.
     set_seed(options.seed)
-    freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
+    freeze_parameters(model, checkpoint, options.scope, options.lora_rank)
 
     if options.gradient_checkpointing:
         # gradient_checkpointing_enable before transformers 5.23
@@ -66,7 +66,7 @@ def build_model(
     return model
 
 
-def build_teacher(
+def load_teacher(
     options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
     """The teacher, the model of `checkpoint`, on a device, without gradients.
@@ -100,11 +100,11 @@ def _load(
     )
 
 
-def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
-    """Raise RefusedError if the model's class would store other tensors or shapes than its source
-    has.
+def check_exportable(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Raise RefusedError if the model's class would store other tensors or shapes than its
+    checkpoint has.
     """
-    known = {name: spec.shape for name, spec in source.tensors.items()}
+    known = {name: spec.shape for name, spec in checkpoint.tensors.items()}
     stored = {name: shape for name, (shape, _) in sources(model).items()}
     tied = {
         name.replace(".base_layer.", ".")
@@ -123,15 +123,15 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     if different or not known.keys() & stored.keys():
         raise RefusedError(
             f"{type(model).__name__} would store {listing(different or stored)} differently from "
-            f"{source.name}; load it with transformers, save it again and train that"
+            f"{checkpoint.name}; load it with transformers, save it again and train that"
         )
 
 
 def check_teacher(
-    teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: Any, name: str
+    teacher_config: Any, teacher_tokenizer: Any, config: Any, tokenizer: Any, name: str
 ) -> None:
     """Raise RefusedError if the teacher of that name has another tokenizer than the model, or lacks
-    some of its tokens.
+    some of its tokens. `config` and `tokenizer` are the model's; no weights are needed.
 
     The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or
     more.
@@ -144,8 +144,8 @@ def check_teacher(
         )
 
     needed = max(vocabulary.values()) + 1
-    teacher_rows = teacher.config.get_text_config(decoder=True).vocab_size
-    model_rows = model.config.get_text_config(decoder=True).vocab_size
+    teacher_rows = teacher_config.get_text_config(decoder=True).vocab_size
+    model_rows = config.get_text_config(decoder=True).vocab_size
     if teacher_rows != model_rows and teacher_rows < needed:
         raise RefusedError(
             f"the embedding of the teacher {name} has only {teacher_rows:,} of the {needed:,} "

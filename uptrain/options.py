@@ -62,7 +62,7 @@ class TrainOptions(Options):
 
     model: str = option(
         MISSING,
-        argument="MODEL",
+        argument_metavar="MODEL",
         missing="pass the model: a directory with config.json, or a hub id",
     )
 
@@ -287,6 +287,12 @@ class TrainOptions(Options):
         return [
             f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None
         ]
+
+    @property
+    def scope(self) -> Scope:
+        """What trains, once decided."""
+        assert self.train is not None
+        return self.train
 
     @property
     def block(self) -> int:

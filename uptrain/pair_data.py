@@ -58,7 +58,7 @@ class PairDataBuilder:
             )
 
         if options.target_column:
-            return self._table(options.context or self.text.longest)
+            return self._stored_pairs(options.context or self.text.longest)
         if options.is_generated:
             return self._generated()
         return self._corrupted()
@@ -91,16 +91,16 @@ class PairDataBuilder:
         random = np.random.default_rng(seeds)
         return pair_block(self.encoder.corrupt(block["input_ids"], random))
 
-    def _table(self, size: int) -> Dataloader:
-        """Pairs of two columns, each side cut to `size` tokens.
+    def _stored_pairs(self, side_length: int) -> Dataloader:
+        """Pairs of two columns, each side cut to `side_length` tokens.
 
         Lengths count pairs, not tokens, so alpha is a share of the pairs.
         """
         options = self.options
         sources = data_sources(options)
         table = tokenize_pairs(sources, self.encoder)
-        pair_options = self._pair_options(table, size)
-        heldout, heldout_pairs = self._heldout_pairs(table, pair_options, size)
+        in_pairs = self._options_in_pairs(table, side_length)
+        heldout, heldout_pairs = self._heldout_pairs(table, in_pairs, side_length)
 
         overlap = None
         if heldout_pairs:
@@ -110,17 +110,17 @@ class PairDataBuilder:
             if overlap.documents:
                 remaining = [source.excluding(exclusion) for source in sources]
                 table = tokenize_pairs(remaining, self.encoder)
-                pair_options = self._pair_options(table, size)
+                in_pairs = self._options_in_pairs(table, side_length)
 
         lengths = heldout.lengths(table)  # (D,): 1 of a pair to train on, 0 of one held out
         available = int(lengths.sum())
-        n_blocks = count_blocks(pair_options, available)
-        steps = count_steps(n_blocks, pair_options)
-        trained = steps * pair_options.blocks_per_step
+        n_blocks = count_blocks(in_pairs, available)
+        steps = count_steps(n_blocks, in_pairs)
+        trained = steps * in_pairs.blocks_per_step
         distinct = min(trained, available)
         order = reading_order(table, lengths, n_blocks, options.seed)
 
-        pair_tokens = self._tokens_of_pairs(table, size)
+        pair_tokens = self._tokens_of_pairs(table, side_length)
         mean = float(pair_tokens.mean())
         summary = (
             f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
@@ -129,14 +129,14 @@ class PairDataBuilder:
         if trained > available:
             summary += f", read {trained / available:.2f} times, each time in another order"
         longest = self._tokens_of_sides(table).max(0)[np.unique(order[:trained])]
-        n_cut = int((longest > size).sum())
+        n_cut = int((longest > side_length).sum())
         if n_cut:
             are = "is" if n_cut == 1 else "are"
-            summary += f"; {n_cut:,} {are} cut to {size} a side"
+            summary += f"; {n_cut:,} {are} cut to {side_length} a side"
 
         return Dataloader(
-            options=replace(options, context=size, batch_size=pair_options.batch_size),
-            blocks=PairBlocks(table, order, self.encoder, size),
+            options=replace(options, context=side_length, batch_size=in_pairs.batch_size),
+            blocks=PairBlocks(table, order, self.encoder, side_length),
             steps=steps,
             fingerprint=table.fingerprint,
             summary=summary,
@@ -146,7 +146,7 @@ class PairDataBuilder:
         )
 
     def _heldout_pairs(
-        self, table: Documents, pair_options: TrainOptions, size: int
+        self, table: Documents, in_pairs: TrainOptions, side_length: int
     ) -> tuple[HeldoutDocuments, list[Block]]:
         """The pairs that training skips, and some of them, evenly spaced, that measure it.
 
@@ -159,13 +159,13 @@ class PairDataBuilder:
             numbers = np.arange(len(heldout_table))
         else:
             heldout_table = table
-            heldout = HeldoutDocuments(hold_back(table, count_held_back(pair_options, table)))
+            heldout = HeldoutDocuments(hold_back(table, count_held_back(in_pairs, table)))
             numbers = np.flatnonzero(heldout.lengths(table) == 0)
 
-        count = min(pair_options.heldout_tokens, len(numbers))  # of pairs (`_pair_options`)
-        picked = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
-        pairs = PairBlocks(heldout_table, picked, self.encoder, size)
-        return heldout, [pairs[number] for number in range(count)]
+        n_measured = min(in_pairs.heldout_tokens, len(numbers))
+        picked = numbers[np.linspace(0, len(numbers) - 1, n_measured).astype(int)]
+        pairs = PairBlocks(heldout_table, picked, self.encoder, side_length)
+        return heldout, [pairs[number] for number in range(n_measured)]
 
     def _tokens_of_sides(self, table: Documents) -> Ints:
         """(2, D) tokens of the sources and of the targets, with special tokens."""
@@ -173,23 +173,24 @@ class PairDataBuilder:
         tokens: Ints = np.stack([table.count("source"), table.count("target")]) + special_tokens
         return tokens
 
-    def _tokens_of_pairs(self, table: Documents, size: int) -> Ints:
-        """(D,) tokens of the pairs, of which each side is cut to `size`."""
-        tokens: Ints = np.minimum(self._tokens_of_sides(table), size).sum(0)
+    def _tokens_of_pairs(self, table: Documents, side_length: int) -> Ints:
+        """(D,) tokens of the pairs, of which each side is cut to `side_length`."""
+        tokens: Ints = np.minimum(self._tokens_of_sides(table), side_length).sum(0)
         return tokens
 
-    def _pair_options(self, table: Documents, size: int) -> TrainOptions:
-        """The options with all lengths in pairs of a table, of which each side is cut to `size`
-        tokens: a block is one pair.
+    def _options_in_pairs(self, table: Documents, side_length: int) -> TrainOptions:
+        """The options with every length counted in pairs instead of tokens, so that `run_length`
+        can be used: `context` is 1 (a block is one pair); `tokens` and `heldout_tokens` are
+        numbers of pairs. The pairs are those of a table, each side cut to `side_length` tokens.
         """
         options = self.options
-        mean_tokens = float(self._tokens_of_pairs(table, size).mean())
+        mean_tokens = float(self._tokens_of_pairs(table, side_length).mean())
         tokens = options.tokens
         if tokens:
             tokens = _pairs_of_tokens(tokens, mean_tokens)
         heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
-        pair_options = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
-        return settle_steps(pair_options, len(table), 1, self.text.ranks)
+        in_pairs = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
+        return settle_steps(in_pairs, len(table), 1, self.text.ranks)
 
 
 def _make_pairs(make: MakeBlock, blocks: list[Block]) -> list[Block]:

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from gqa.core.console import Watcher
 from gqa.core.errors import OutputError
-from gqa.corpus.streamed import Bookmark, positions_of
+from gqa.corpus.streamed import Bookmark, saved_lanes_of
 from gqa.uptrain.evaluation import Weights
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, state_record
@@ -71,7 +71,7 @@ class Saver:
         """
         setup = self._setup
         start = time.monotonic()
-        stream = gather_object(positions_of(bookmark)) if bookmark else []
+        stream = gather_object(saved_lanes_of(bookmark)) if bookmark else []
         record = state_record(
             progress,
             setup.description,

@@ -43,12 +43,13 @@ def freeze_parameters(
         return
 
     attention, keys_and_values = attention_parameters(model, checkpoint)
-    trained = attention if scope == "attention" else keys_and_values
+    # With lora the other linear layers train only by their adapters.
+    whole = {"attention": attention, "kv": keys_and_values, "lora": keys_and_values}[scope]
     if scope == "lora":
-        add_adapters(model, trained, rank)
+        add_adapters(model, whole, rank)
     for name, parameter in model.named_parameters():
         is_adapter = scope == "lora" and "lora_" in name
-        parameter.requires_grad_(name in trained or is_adapter)
+        parameter.requires_grad_(name in whole or is_adapter)
 
 
 def attention_parameters(

@@ -33,10 +33,10 @@ from gqa.uptrain.defaults import decide_defaults
 from gqa.uptrain.frozen_weights import round_frozen_weights
 from gqa.uptrain.identity import describe_run
 from gqa.uptrain.models import (
-    build_model,
-    build_teacher,
     check_exportable,
     check_teacher,
+    load_teacher,
+    load_trained_model,
     loading_device,
 )
 from gqa.uptrain.options import TrainOptions
@@ -46,9 +46,9 @@ from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
 Precision = Literal["float32", "bfloat16"]
-# Our names of precisions by those of accelerate.
-_PRECISION: dict[str, Precision] = {"no": "float32", "bf16": "bfloat16"}
-_ACCELERATE = {name: short for short, name in _PRECISION.items()}
+# Our names of precisions by those of accelerate, and the reverse.
+_OUR_NAME: dict[str, Precision] = {"no": "float32", "bf16": "bfloat16"}
+_ACCELERATE_NAME = {ours: theirs for theirs, ours in _OUR_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Resolved:
     they name.
 
     Attributes:
-        options: With output, teacher, data, length and scope decided.
+        options: With output, teacher, data, length, repeats and scope decided. precision, context
+            and batch_size may be None; so is repeats for text that the teacher writes.
         teacher_text: The teacher, or why there is none, in words.
         checkpoint: The model that is trained.
         teacher_checkpoint: The teacher, if there is one.
@@ -76,7 +77,7 @@ class Run:
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
     Attributes:
-        options: With teacher, data and length decided.
+        options: Those of `Resolved`, with precision decided.
         out: The output directory.
         teacher_text: The teacher, or why there is none, in words.
         accelerator: Of this process.
@@ -115,7 +116,7 @@ class Setup(Run):
     step.
 
     Attributes:
-        options: With all defaults decided.
+        options: Those of `Run`, with context and batch_size decided.
         model: The model that is trained.
         training_model: The same with its loss and its teacher.
         dataloader: The text, in blocks.
@@ -176,7 +177,7 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
             f"--target-column works only with encoder-decoders, but {checkpoint.name} is not one; "
             "remove --target-column"
         )
-    options, teacher, teacher_text = decide_defaults(options, checkpoint)
+    options, teacher, teacher_text = decide_defaults(options, checkpoint, config)
     options.check(processes)
     return Resolved(options, teacher_text, checkpoint, teacher, config)
 
@@ -269,12 +270,14 @@ def _load_models(
     if rounds_frozen:
         loading_place = loading_device(checkpoint, teacher_checkpoint, accelerator)
 
-    model = build_model(options, checkpoint, accelerator, loading_place)
+    # Before weights are read, which may take minutes
+    if teacher_checkpoint:
+        _check_teacher(run, teacher_checkpoint, tokenizer)
+
+    model = load_trained_model(options, checkpoint, accelerator, loading_place)
     teacher = None
     if teacher_checkpoint:
-        teacher = build_teacher(options, teacher_checkpoint, accelerator, loading_place)
-        teacher_tokenizer = load_tokenizer(teacher_checkpoint, options.trust_remote_code)
-        check_teacher(teacher, teacher_tokenizer, model, tokenizer, teacher_checkpoint.name)
+        teacher = load_teacher(options, teacher_checkpoint, accelerator, loading_place)
 
     training_model = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:
@@ -284,6 +287,14 @@ def _load_models(
     if rounds_frozen:
         round_frozen_weights(model, checkpoint, teacher)
     return model, teacher, training_model
+
+
+def _check_teacher(run: Run, teacher: Checkpoint, tokenizer: Any) -> None:
+    """Raise RefusedError if the teacher does not fit the model, whose tokenizer is given."""
+    trust_remote_code = run.options.trust_remote_code
+    teacher_config = read_auto_config(str(teacher.directory), trust_remote_code)
+    teacher_tokenizer = load_tokenizer(teacher, trust_remote_code)
+    check_teacher(teacher_config, teacher_tokenizer, run.config, tokenizer, teacher.name)
 
 
 def _build_data(
@@ -373,11 +384,11 @@ def mixed_precision(options: TrainOptions) -> str:
     `bf16`, or `no` for float32. Raises RefusedError if the launcher sets another one.
     """
     if options.precision:
-        return _ACCELERATE[options.precision]
+        return _ACCELERATE_NAME[options.precision]
 
     of_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if of_launcher is not None:
-        if of_launcher not in _PRECISION:
+        if of_launcher not in _OUR_NAME:
             raise RefusedError(
                 f"the launcher sets {of_launcher}, which cannot be used; pass --precision bfloat16 "
                 "or float32"
@@ -390,7 +401,7 @@ def mixed_precision(options: TrainOptions) -> str:
 
 def precision_name(options: TrainOptions) -> Precision:
     """`mixed_precision` as --precision names it."""
-    return _PRECISION[mixed_precision(options)]
+    return _OUR_NAME[mixed_precision(options)]
 
 
 def _refuse_other_launchers() -> None:

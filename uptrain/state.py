@@ -7,7 +7,8 @@ again.
 
 A run with another OUT finds the states by what the run is, the fingerprint of its identity: an
 entry on a shelf (core/shelves.py) says where they are. The entry also keeps `trained` if the disk
-of OUT-state is full.
+of OUT-state is full. A *place* is a directory that may hold states: `OUT-state`, or an *entry* on a
+*shelf*.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class States:
     # ----------------------------------------------------------------------------- where states are
 
     def places(self) -> list[Path]:
-        """Existing directories that may hold states: `directory`, and entries of this run on
-        shelves.
+        """Directories where states may be: `directory`, which need not exist, and the entries of
+        this run on shelves.
         """
         return [self.directory, *self._entries()]
 
@@ -248,29 +249,28 @@ class States:
         the output also for the result. The others are tried too, as the room is an estimate.
         """
         output_disk = existing_parent(self.output).stat().st_dev
+        places = self._places_with(self._register())
 
         def has_room(place: Path) -> bool:
             result = result_size if place.stat().st_dev == output_disk else 0
             return shutil.disk_usage(place).free >= size + result
 
-        return sorted(self._register_places(), key=lambda place: not has_room(place))
+        return sorted(places, key=lambda place: not has_room(place))
 
-    def _register_places(self) -> list[Path]:
-        """The directory next to the output, and the entry of this run on a shelf, which is made, if
-        one can be.
-        """
-        entry = self._register()
+    def _places_with(self, entry: Path | None) -> list[Path]:
+        """`directory`, and the entry of this run on a shelf, if there is one."""
         return [self.directory] if entry is None else [self.directory, entry]
 
     def check_space(self, size: int, result_size: int) -> None:
         """Raise OutputError unless the result fits at the output, and the trained weights there too
         or on a shelf. On the main process, while the directory is locked.
 
-        Entries on shelves that it makes to look are removed again.
+        The entry on a shelf that it makes to look is removed again.
         """
         place_of_output = existing_parent(self.output)
         output_disk = place_of_output.stat().st_dev
-        places = self._register_places()
+        entry = self._register()
+        places = self._places_with(entry)
 
         # One place on each disk
         disks = dict[int, Path]()
@@ -279,10 +279,9 @@ class States:
         # The trained weights lie in the directory or on a shelf, not at the output itself.
         disks_of_weights = {place.stat().st_dev for place in places}
         free = {disk: shutil.disk_usage(place).free for disk, place in disks.items()}
-        # Shelf entries were made only to measure their disk. Without a state nobody may find them.
-        if not self.step_directories():
-            for entry in places[1:]:
-                shelves.remove_entry(entry)
+        # The entry was made only to measure its disk. Without a state nobody may find it.
+        if entry is not None and not self.step_directories():
+            shelves.remove_entry(entry)
 
         left = dict(free)  # once the result is written
         left[output_disk] -= result_size

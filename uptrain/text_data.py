@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gqa.checkpoint.provenance import file_digests
-from gqa.convert.merge.self_samples import SampledBlocks
+from gqa.convert.generate.self_samples import SampledBlocks
 from gqa.core.errors import plural
 from gqa.corpus.blocks import SHORTEST, Blocks
 from gqa.corpus.encoders import Encoders

@@ -1,7 +1,14 @@
 """Read the head counts of config.json, and check them.
 
 The file is read through transformers' config classes, because keys that it lacks have the defaults
-of the class (32 heads in the text part of LLaVA).
+of the class (32 heads in the text part of LLaVA):
+
+- `transformers_config(raw)`: transformers' object of the whole model, unchecked;
+- `read_outer_config(raw, name)`: the same, with errors that name the wrong entry;
+- `read_config(raw, name)`: a `ModelConfig` with family, head counts and the config of the text
+  part. What cannot be converted is refused.
+
+(`read_auto_config` in models/loading.py also reads models whose class is code of the checkpoint.)
 """
 
 from __future__ import annotations
@@ -83,7 +90,8 @@ class ModelConfig:
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
 
-        # Where types of layers differ, the main type is the one whose count the config states.
+        # Families whose layers differ in heads all state num_key_value_heads; the main type is the
+        # one that has as many. Others fall through to the first layer, which is like all others.
         if self.family.edits is None:
             count = self.text.to_dict().get("num_key_value_heads")
             for heads in by_layer:

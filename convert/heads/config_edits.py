@@ -114,18 +114,18 @@ def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> Non
         if config.owner and not steps and key in raw:
             raw[key] = value  # some larger models state the counts of their text part twice
 
-    # 2. Those of layers that differ: of the base model in proportion, then of the result.
-    for override in (owner.get("per_layer_config") or {}).values():
-        count = override.get("num_key_value_heads")
-        if count is not None:
-            override["num_key_value_heads"] = count * most // config.main_heads.kv
-
+    # 2. Those of layers that differ.
     if isinstance(groups, tuple):
         owner["per_layer_config"] = {
             str(layer): {"num_key_value_heads": count}
             for layer, count in enumerate(groups)
             if count < most
         }
+    else:  # the base model's layers keep their ratio
+        for override in (owner.get("per_layer_config") or {}).values():
+            count = override.get("num_key_value_heads")
+            if count is not None:
+                override["num_key_value_heads"] = count * groups // config.main_heads.kv
 
     # 3. For llama.cpp's converter, which reads nothing but config.json.
     if loads_as_decilm(config.text.model_type):

@@ -348,10 +348,10 @@ class Symmetry:
             it reads the residual stream.
         one_plus: Whether that norm's gain is 1 + the weight.
         embedding_factor: Function from the config of the text part to the factor of the embeddings.
-        aligns_keys: Whether keys can be aligned; or the config field that forbids it if set: a norm
-            before the scores.
-        reorders_heads: Whether heads can be reordered; or the config field that forbids it if set:
-            a head's index sets its ALiBi slope.
+        aligns_keys: Whether keys can be aligned; or the name of a config field: they cannot where
+            that field is set (a norm before the scores).
+        reorders_heads: Whether heads can be reordered; or the name of a config field: they cannot
+            where that field is set (a head's index sets its ALiBi slope).
         per_query: Further tensors with a part for each query head, which moves with it when heads
             are regrouped.
         impossible_if: Why none of this holds (values are clipped, or gated by dimension), and for

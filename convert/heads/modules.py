@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from gqa.checkpoint.files import TensorSpec
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
+from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.config_edits import target_heads
 from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rule, Symmetry
@@ -330,7 +330,7 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
     scales.
     """
     for tail, spec in tensors.items():
-        if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
+        if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_OF_SAFETENSORS):
             raise RefusedError(
                 f"the attention weights are quantized or packed ({spec.name} is stored as "
                 f"{spec.dtype}); convert the original checkpoint and quantize the result, or "

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from gqa.corpus.encoders import Encoder
     from gqa.corpus.tokens import Ints
 
-# Characters of text to tokenize for each token that is used. A token has about four: blocks are
-# chosen among 64 times as many as are needed, so that they are of many documents (`read_blocks`).
-_CHARACTERS_PER_TOKEN = 256
+# 64 times what is needed, as a token has about four: so blocks are of many documents.
+_CHARACTERS_READ_PER_TOKEN = 256
 COPY_TOKENS = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
 _HELDOUT_ONE_IN = 8  # of short text one block in so many may be held out
@@ -102,7 +101,7 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
     """At least that many tokens of a source, if it has them.
 
     Its documents are in an order by the hashes of their texts and the seed. No more of them are
-    tokenized than have _CHARACTERS_PER_TOKEN for each token, if that is enough.
+    tokenized than have _CHARACTERS_READ_PER_TOKEN for each token, if that is enough.
     """
     import numpy as np
 
@@ -116,7 +115,7 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
 
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     characters_read = np.cumsum(np.array(characters)[order])
-    documents = int(np.searchsorted(characters_read, _CHARACTERS_PER_TOKEN * tokens)) + 1
+    documents = int(np.searchsorted(characters_read, _CHARACTERS_READ_PER_TOKEN * tokens)) + 1
     stream = _encode_documents(source, order[:documents], encoder)
     if len(stream) < tokens:  # its words are long
         stream = _encode_documents(source, order, encoder)

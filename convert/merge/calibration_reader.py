@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.generate.self_samples import derive_seed, sampled_blocks
+from gqa.convert.generate.text_pairs import PairMaker
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration_blocks import read_blocks, without_copies
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
-from gqa.convert.merge.text_pairs import PairMaker
 from gqa.core.console import Watcher
 from gqa.core.errors import RefusedError
 from gqa.corpus.specs import GENERAL, is_self, parse_self
@@ -83,16 +83,11 @@ class CalibrationReader:
             )
 
         shares = self._readable_shares()
-        # What measures the quality is text of the kind that the user named, or that the model
-        # writes. `general` does so only if there is nothing else.
-        measuring_sources = {source for source, _ in shares if source != GENERAL} or {GENERAL}
-        measuring_tokens = sum(tokens for source, tokens in shares if source in measuring_sources)
+        heldout_counts = self._heldout_counts(shares, heldout_tokens)
         parts = []
         heldout_parts = []
         for number, (source, tokens) in enumerate(shares):
-            heldout_count = 0
-            if source in measuring_sources:
-                heldout_count = heldout_tokens * tokens // measuring_tokens // length
+            heldout_count = heldout_counts[number]
             if is_self(source):
                 seed = self._seed(shares, number)
                 blocks, heldout_blocks = self._generate(source, tokens, heldout_count, seed)
@@ -100,7 +95,7 @@ class CalibrationReader:
                 blocks, heldout_blocks = self._read(
                     source, tokens, self.text.repeats, heldout_count
                 )
-                if source in measuring_sources:
+                if source in _measuring_sources(shares):
                     found = len(blocks) + len(heldout_blocks)
                     self._warn_of_short_text(source, found, tokens // length)
             parts.append(blocks)
@@ -115,14 +110,34 @@ class CalibrationReader:
                 )
         return torch.from_numpy(all_blocks), torch.from_numpy(np.concatenate(heldout_parts))
 
+    def _heldout_counts(self, shares: Sequence[tuple[str, int]], heldout_tokens: int) -> list[int]:
+        """The most blocks of each share that may be held out, in proportion to its tokens.
+
+        Quality is measured on text that the user named or the model writes; on `general` only if
+        there is nothing else. A sixth of generated text at most, an eighth of short read text
+        (`read_blocks`).
+        """
+        measuring_sources = _measuring_sources(shares)
+        measuring_tokens = sum(tokens for source, tokens in shares if source in measuring_sources)
+        counts = []
+        for source, tokens in shares:
+            count = 0
+            if source in measuring_sources:
+                count = heldout_tokens * tokens // measuring_tokens // self.text.length
+            if is_self(source):
+                n_blocks = tokens // self.text.length
+                count = min(count, n_blocks // _SELF_HELDOUT_ONE_IN)
+            counts.append(count)
+        return counts
+
     def _generate(
         self, source: str, tokens: int, heldout_count: int, seed: int
     ) -> tuple[Ints, Ints]:
         """The blocks that the model writes for a source.
 
         Returns:
-            Token ids (N, length), of together at most `tokens` tokens; and (M, length) of the last
-            blocks, at most `heldout_count`, in which no passages are repeated.
+            Token ids (N, length), of together at most `tokens` tokens; and (heldout_count, length)
+            of the last blocks, in which no passages are repeated.
         """
         text = self.text
         load = partial(
@@ -132,7 +147,7 @@ class CalibrationReader:
             trust_remote_code=text.trust_remote_code,
         )
         _, is_stated_plain = parse_self(source)
-        count = tokens // text.length  # at least 1, for which `shares` sees
+        count = tokens // text.length  # at least 1, for which `tokens_by_source` sees
         blocks = sampled_blocks(
             load,
             self.device,
@@ -145,7 +160,7 @@ class CalibrationReader:
             trust_remote_code=text.trust_remote_code,
         )
 
-        used = count - min(heldout_count, count // _SELF_HELDOUT_ONE_IN)
+        used = count - heldout_count
         plain_blocks = replace(blocks, plain=True)
         rows = [blocks[i]["input_ids"] for i in range(used)]
         rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
@@ -223,14 +238,14 @@ class CalibrationReader:
         )
 
     def _readable_shares(self) -> Sequence[tuple[str, int]]:
-        """`shares`, by default without `general` if the model cannot read it.
+        """`tokens_by_source`, by default without `general` if the model cannot read it.
 
         Raises RefusedError and CorpusError.
         """
         text = self.text
         if text.is_default and not self._accepts_plain_text():
             text = replace(text, sources=("self",))
-        return text.shares()
+        return text.tokens_by_source()
 
     def _accepts_plain_text(self) -> bool:
         """Whether the model can be calibrated on plain text: it is a decoder with a tokenizer."""
@@ -248,3 +263,8 @@ class CalibrationReader:
         if earlier_texts == 0:
             return self.text.seed
         return derive_seed(self.text.seed, f"self {earlier_texts}")
+
+
+def _measuring_sources(shares: Sequence[tuple[str, int]]) -> set[str]:
+    """The sources whose held-out text measures the quality."""
+    return {source for source, _ in shares if source != GENERAL} or {GENERAL}

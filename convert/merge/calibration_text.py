@@ -26,8 +26,9 @@ from gqa.corpus.specs import (
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
-# Beside other sources `general` is one token in so many, and no more than every tokenizer makes of
-# its documents.
+# `general` beside others: a quarter of `tokens` (which does not count what `self:TOKENS` states),
+# at most as much as every tokenizer makes of its documents; nothing if that is less than a block,
+# or leaves one of the others less than a block.
 _GENERAL_ONE_IN = 4
 _MOST_GENERAL = 12_288
 
@@ -76,7 +77,7 @@ class CalibrationText:
         from gqa.models.loading import load_tokenizer
 
         self._check_chosen_length(checkpoint)
-        self.shares(tokens_option)  # raises if a source has less than one block
+        self.tokens_by_source(tokens_option)  # raises if a source has less than one block
         data_specs = self.data_specs()
         specs = (*data_specs, *filter(None, [self.excluded]))
         check_text_options(specs, self.text_column, self.separator)
@@ -141,9 +142,9 @@ class CalibrationText:
     @property
     def total_tokens(self) -> int:
         """Tokens of all sources. Raises RefusedError and CorpusError."""
-        return sum(tokens for _, tokens in self.shares())
+        return sum(tokens for _, tokens in self.tokens_by_source())
 
-    def shares(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
+    def tokens_by_source(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
         """The sources with their numbers of tokens, each at least one block.
 
         `self:TOKENS` states it, `general` beside others has a quarter of `tokens` at most, and the
@@ -152,29 +153,32 @@ class CalibrationText:
         """
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
         stated = [_stated_tokens(source) for source in others]
-        sharing = stated.count(0)
-        general = self._general_tokens(sharing)
+        n_sharing = stated.count(None)
+        general_tokens = self._general_tokens(n_sharing)
 
         shares = []
         for source, stated_tokens in zip(others, stated, strict=True):
-            tokens = stated_tokens or (self.tokens - general) // sharing
+            if stated_tokens is None:
+                tokens = (self.tokens - general_tokens) // n_sharing
+            else:
+                tokens = stated_tokens
             if tokens < self.length:
                 block = f"less than one block of {self.length} tokens"
-                if stated_tokens:
+                if stated_tokens is not None:
                     raise RefusedError(f"{source} is {block}; pass more")
-                if sharing > 1:
-                    block += f" for each of {sharing} sources"
+                if n_sharing > 1:
+                    block += f" for each of {n_sharing} sources"
                 raise RefusedError(
                     f"{tokens_option} {self.tokens} is {block}; pass at least "
-                    f"{self.length * sharing}"
+                    f"{self.length * n_sharing}"
                 )
             shares.append((source, tokens))
-        if general:
-            shares.append((GENERAL, general))
+        if general_tokens:
+            shares.append((GENERAL, general_tokens))
         return shares
 
-    def _general_tokens(self, sharing: int) -> int:
-        """Tokens of `general` beside `sharing` sources that share the rest.
+    def _general_tokens(self, n_sharing: int) -> int:
+        """Tokens of `general` beside `n_sharing` sources that share the rest.
 
         0 if it is not among the sources, or if it or one of them would have less than one block.
         """
@@ -183,7 +187,7 @@ class CalibrationText:
 
         tokens = min(self.tokens // _GENERAL_ONE_IN, _MOST_GENERAL)
         rest = self.tokens - tokens
-        if tokens < self.length or rest < sharing * self.length:
+        if tokens < self.length or rest < n_sharing * self.length:
             return 0
         return tokens
 
@@ -237,8 +241,9 @@ class CalibrationText:
         return source.without(is_excluded).excluding(Exclusion(passages))
 
 
-def _stated_tokens(source: str) -> int:
-    """The number of tokens that a source states; 0 if it states none."""
+def _stated_tokens(source: str) -> int | None:
+    """The number of tokens that a source states; None if it states none."""
     if not is_self(source):
-        return 0
-    return parse_self(source)[0] or 0
+        return None
+    tokens, _ = parse_self(source)
+    return tokens

@@ -91,7 +91,7 @@ class FitTask:
         """Give the converted module the merged heads of these maps."""
         self.converted_attention.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
-    def sample(self) -> list[Tensor]:
+    def fitted_batches(self) -> list[Tensor]:
         """Evenly spaced batches of the text, with about FITTED_TOKENS tokens together.
 
         Batches in which no position counts are left out first: of few long blocks they could be all
@@ -189,7 +189,7 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
     sums = MomentSums(task.heads, groups, length, float64_device(task.pair.base_model.device))
     roots = output_roots(w_o).to(task.pair.base_model.device)
 
-    for rows in task.sample():
+    for rows in task.fitted_batches():
         capture = task.base_attention.capture_blocks(task.stream, rows, "heads")
         q, k, v = capture.heads
         check_finite(task.module.layer, q, k, v)
@@ -225,7 +225,7 @@ def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     task.apply(maps)
 
-    for rows in task.sample():
+    for rows in task.fitted_batches():
         # Computed a second time: storing the values of all batches takes memory.
         v = task.base_attention.capture_blocks(task.stream, rows, "heads").heads[2]
         if maps.order is not None:
@@ -250,11 +250,11 @@ def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
         weight_roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
         add_products(moments, (attended * weight_roots).flatten(0, 1).transpose(0, 1))
 
-    positions = sum(task.position_weights[rows].numel() for rows in task.sample())
+    positions = sum(task.position_weights[rows].numel() for rows in task.fitted_batches())
     return moments / positions
 
 
-def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
+def refit_output(task: FitTask, maps: HeadMaps, w_o_matrix: Tensor) -> FittedModule:
     """Refit W_O by weighted ridge regression of the targets on merged heads' outputs.
 
     Returns the maps with the refitted `output`, and their error. The converted module is left with
@@ -263,7 +263,7 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     Args:
         maps: With `output` (H e, H e), from which the refit starts: each query head's way back from
             the shared value; the identity for values that are only averaged.
-        w_o: (H e, D), the base model's W_O, transposed.
+        w_o_matrix: (H e, D), the base model's W_O, transposed.
     """
     assert maps.output is not None
     assert task.converted_attention.projection is not None
@@ -271,9 +271,9 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     device = task.pair.converted_model.device
     bias = getattr(task.converted_attention.projection, "bias", None)
 
-    gram = w_o.new_zeros(len(w_o), len(w_o))
-    cross = torch.zeros_like(w_o)
-    energy = w_o.new_zeros(())
+    gram = w_o_matrix.new_zeros(len(w_o_matrix), len(w_o_matrix))
+    cross = torch.zeros_like(w_o_matrix)
+    energy = w_o_matrix.new_zeros(())
     for capture in task.converted_attention.capture(task.stream, "head_outputs"):
         root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
         target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
@@ -287,19 +287,20 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
         add_products(cross, outputs, target)
 
     count = int(task.position_weights.count_nonzero())
-    start = maps.output.to(w_o).T @ w_o
+    start = maps.output.to(w_o_matrix).T @ w_o_matrix
     # With less text, the fit follows its accidents more, so the ridge is stronger.
     strength = task.pair.options.ridge / count
     solution = ridge(gram / count, cross / count, start, strength, block=task.heads.value_dim)
 
     # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
     # solution exactly if H e is at most D; otherwise only the part of the change that lies in the
-    # row space of w_o. CUT is squared, because eigenvalues of w_o^T w_o are.
-    change = (solution - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
-    output = maps.output.to(w_o).T + change
+    # row space of `w_o_matrix`. CUT is squared, because eigenvalues of W_O^T W_O are.
+    inverse = pseudo_inverse(w_o_matrix.T @ w_o_matrix, CUT**2)
+    change = (solution - start) @ inverse @ w_o_matrix.T
+    output = maps.output.to(w_o_matrix).T + change
 
-    # sum |x W - y|^2 = sum |y|^2 + tr W^T (G W - 2 C), of the W_O that will be stored.
-    stored = output @ w_o
-    residual = float(energy) + float((stored * (gram @ stored - 2 * cross)).sum())
+    # sum |x W - y|^2 = sum |y|^2 + tr W^T (gram W - 2 cross), W being the W_O that will be stored.
+    new_w_o = output @ w_o_matrix
+    residual = float(energy) + float((new_w_o * (gram @ new_w_o - 2 * cross)).sum())
     error = max(residual, 0.0) / max(float(energy), 1e-300)
     return FittedModule(task.module, replace(maps, output=output.T.cpu()), error)

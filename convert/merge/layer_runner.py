@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.merge.layer import Arguments, Layer, Stream, layerwise_errors, send
 from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_names
 from gqa.core.errors import RefusedError, layerwise_error
@@ -225,7 +225,7 @@ class LayerRunner:
         if name in replaced:
             return replaced[name]
         spec = self._checkpoint.tensors.get(name)
-        if spec is None or spec.dtype not in TORCH_DTYPES:
+        if spec is None or spec.dtype not in TORCH_OF_SAFETENSORS:
             problem = f"it stores {name} as {spec.dtype}" if spec else f"it does not store {name}"
             raise layerwise_error(self._checkpoint.name, problem)
         return self._checkpoint.read(spec)

@@ -23,7 +23,7 @@ from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
 # The heads of a module by role, n heads of w rows:
-#   query, key, value: (n, w, D), a factor R of each head's second moments R R^T;
+#   query, key, value: (n, w, D), as stored, or a factor R of each head's second moments R R^T;
 #   output: (H, e, D), W_O as stored (transposed), no factor;
 #   ROLE.bias: (n, w).
 ModuleTensors = dict[str, Tensor]
@@ -79,8 +79,8 @@ def estimate_maps(
     for number, (module, changes) in enumerate(modules):
         heads = changes[0].heads
         groups = changes[0].groups
-        tensors = _finite_heads(plan.checkpoint, module, changes)
-        width = tensors["key"].shape[-1]  # D
+        stored = _finite_heads(plan.checkpoint, module, changes)
+        width = stored["key"].shape[-1]  # D
         if inputs is None:  # D is known from the first module on
             inputs = InputMoments(
                 plan.checkpoint, text_config, symmetry, width, estimates_inputs, device
@@ -93,40 +93,46 @@ def estimate_maps(
         # Of a module whose heads stay no maps are made: only its values are needed, for the inputs
         # of later layers.
         roles = ("query", "key", "value") if merges else ("value",)
-        _project(tensors, roles, gain, inputs)
+        factors = _to_factors(stored, roles, gain, inputs)
 
         # 2. Moments of the inputs of the next layer.
         if number + 1 < len(modules):
-            inputs.add(module, gain, tensors["output"], tensors["value"])
+            inputs.add(module, gain, factors["output"], factors["value"])
         if not merges:
             continue
 
         # 3. The groups and the maps.
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
         rotary = replace(symmetry.rotary(text_config, module.layer, heads.key_dim), frequencies=())
-        order, estimate = _fit_groups(tensors, heads, groups, rotary, aligns_keys, search)
+        order, estimate = _choose_groups(factors, heads, groups, rotary, aligns_keys, search)
         yield module.path, replace(module_maps(estimate), order=order)
 
 
-def _project(
-    tensors: ModuleTensors, roles: Sequence[str], gain: Tensor, inputs: InputMoments
-) -> None:
-    """Replace stored heads W (n, w, D) of some roles by factors R of their second moments.
+def _to_factors(
+    stored: ModuleTensors, roles: Sequence[str], gain: Tensor, inputs: InputMoments
+) -> ModuleTensors:
+    """The heads by role, those of `roles` as factors R of their second moments.
 
-    In place, one role after the other: the heads of a role take as much memory as its factors.
+    `stored` is emptied on the way: both together would take twice the memory.
 
     Args:
+        stored: The heads W by role.
+        roles: Of heads (n, w, D).
         gain: (D,), of the norm before attention.
         inputs: Moments of the normed stream that the layer reads.
     """
-    for role in roles:
-        weights = tensors[role]
-        rows = inputs.project((weights * gain).flatten(0, 1))
-        tensors[role] = rows.unflatten(0, weights.shape[:2])
+    factors = {}
+    for role in list(stored):
+        tensor = stored.pop(role)
+        if role in roles:
+            rows = inputs.project((tensor * gain).flatten(0, 1))
+            tensor = rows.unflatten(0, tensor.shape[:2])
+        factors[role] = tensor
+    return factors
 
 
-def _fit_groups(
-    tensors: ModuleTensors,
+def _choose_groups(
+    factors: ModuleTensors,
     heads: LayerHeads,
     groups: int,
     rotary: Rotary,
@@ -142,13 +148,13 @@ def _fit_groups(
     order = None
     if search:
         # From the moments of the whole layer as one group those of any partition follow.
-        whole = _estimated_moments(tensors, heads, 1)
-        order = find_order(whole, tensors["output"].double(), groups, rotary, aligns_keys)
+        whole = _estimated_moments(factors, heads, 1)
+        order = find_order(whole, factors["output"].double(), groups, rotary, aligns_keys)
     if order:
-        tensors = _reordered(tensors, order, heads)
+        factors = _reordered(factors, order, heads)
 
-    moments = _estimated_moments(tensors, heads, groups)
-    return order, ModuleEstimate(heads, groups, tensors, moments, rotary, aligns_keys)
+    moments = _estimated_moments(factors, heads, groups)
+    return order, ModuleEstimate(heads, groups, factors, moments, rotary, aligns_keys)
 
 
 def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModule, list[Change]]]:
@@ -165,7 +171,7 @@ def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModu
 
 def _finite_heads(
     checkpoint: Checkpoint, module: AttentionModule, changes: list[Change]
-) -> dict[str, Tensor]:
+) -> ModuleTensors:
     """Stored heads of a module by role. Raises RefusedError if they contain NaN or Inf."""
     stored = heads_of(checkpoint, changes)
     if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
@@ -176,27 +182,27 @@ def _finite_heads(
     return stored
 
 
-def _reordered(tensors: ModuleTensors, order: tuple[int, ...], heads: LayerHeads) -> ModuleTensors:
+def _reordered(factors: ModuleTensors, order: tuple[int, ...], heads: LayerHeads) -> ModuleTensors:
     """KV heads in this order, and query heads with them."""
     kv_order = list(order)
     kv_orders = {"key": kv_order, "value": kv_order}
     query_heads = query_order(order, heads.query)  # of queries and outputs
     return {
         name: tensor[kv_orders.get(name.removesuffix(".bias"), query_heads)]
-        for name, tensor in tensors.items()
+        for name, tensor in factors.items()
     }
 
 
-def _estimated_moments(tensors: ModuleTensors, heads: LayerHeads, groups: int) -> Moments:
+def _estimated_moments(factors: ModuleTensors, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group: E[h h^T] = R R^T + b b^T, with the bias b, if any, as the mean."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """Second moments (parts, p, p) and means (parts, p) of the heads of a role, stacked into
         `parts` of p rows each.
         """
-        rows = tensors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
+        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
         means = rows.new_zeros(rows.shape[:2]).double()
-        bias = tensors.get(f"{role}.bias")
+        bias = factors.get(f"{role}.bias")
         if bias is not None:
             means = bias.reshape(parts, -1).double()
         centered = torch.stack([gram(part.double()) for part in rows])

@@ -41,23 +41,24 @@ class TrainedWeights:
     error: float
 
 
-def split_blocks(blocks: int, settings: Refinement) -> tuple[Tensor, Tensor, torch.Generator]:
+def split_blocks(
+    blocks: int, settings: Refinement, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Split numbers of blocks into those for validation and those for training.
 
     Args:
         blocks: N.
-        settings: With the share of validation blocks, and the seed.
+        settings: With the share of validation blocks.
+        generator: A new one with the seed of the settings, so that the split is always the same.
 
     Returns:
-        Indices of the validation blocks and of the training blocks, which are the same for the same
-        settings; a single block is both. And the generator that draws batches next.
+        Indices of the validation blocks and of the training blocks; a single block is both.
     """
-    generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(blocks, generator=generator)
     if blocks == 1:
-        return order, order, generator
+        return order, order
     count = max(1, round(blocks * settings.validation))
-    return order[:count], order[count:], generator
+    return order[:count], order[count:]
 
 
 def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor:
@@ -66,7 +67,8 @@ def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor
     A start that is fitted to validation blocks would be better there than on new text, so that
     hardly any step would improve on it.
     """
-    _, train, _ = split_blocks(len(position_weights), settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    _, train = split_blocks(len(position_weights), settings, generator)
     used = position_weights.new_zeros(len(position_weights))
     used[train] = 1  # a single block is used for validation and for training
     return position_weights * used.unsqueeze(1)
@@ -102,7 +104,8 @@ def refine(
     if autocast is None:
         autocast = native_bfloat16(str(device))
 
-    validation, train, generator = split_blocks(len(targets), settings)
+    generator = torch.Generator().manual_seed(settings.seed)  # it draws the batches next
+    validation, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
     schedules = [_linear_schedule(optimizer, settings.steps) for optimizer in optimizers]
@@ -114,16 +117,16 @@ def refine(
 
         The loss is relative to the energy of all blocks, so that steps are comparable.
         """
-        for part in rows.split(blocks_at_once):
-            args, kwargs = arguments(part)
+        for rows_at_once in rows.split(blocks_at_once):
+            args, kwargs = arguments(rows_at_once)
             hidden_states = args[0] if args else kwargs["hidden_states"]
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 cast = {name: tensor.to(hidden_states.dtype) for name, tensor in weights.items()}
                 output = first_tensor(torch.func.functional_call(module, cast, args, kwargs))
 
-            errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
-            weighted = (errors * position_weights[part].to(device)).mean()
-            yield weighted / energy * (len(part) / len(rows))
+            errors = (output.float() - targets[rows_at_once].to(device).float()).square().mean(-1)
+            weighted = (errors * position_weights[rows_at_once].to(device)).mean()
+            yield weighted / energy * (len(rows_at_once) / len(rows))
 
     def validation_error() -> float:
         return _mean_loss(loss_parts, validation, settings.batch)
@@ -141,8 +144,8 @@ def refine(
 
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for part in loss_parts(rows):
-            part.backward()
+        for loss in loss_parts(rows):
+            loss.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -162,7 +165,7 @@ def _mean_loss(
     """The loss of all `blocks`, of which `batch` go through `loss_parts` at a time."""
     weighted = []
     for rows in blocks.split(batch):  # the last batch may be smaller, and counts less
-        weighted += [part * len(rows) for part in loss_parts(rows)]
+        weighted += [loss * len(rows) for loss in loss_parts(rows)]
     return float(torch.stack(weighted).sum()) / len(blocks)
 
 

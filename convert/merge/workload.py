@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gqa.checkpoint.files import TensorSpec
-from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.sampling import (
+from gqa.convert.generate.sampling import (
     BYTES_PER_LOGIT,
     MAX_BATCH,
     MAX_CACHE_BYTES,
     host_room,
-    sequences_in,
+    sequences_of_size,
 )
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
 from gqa.core.devices import native_bfloat16, total_memory
 from gqa.corpus.specs import is_self
@@ -154,7 +154,8 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
     """A workload on calibration text: with what it takes to generate the text."""
     memory = 4 * numbers
     text = options.text
-    sequences = sum(tokens // text.length for source, tokens in text.shares() if is_self(source))
+    shares = text.tokens_by_source()
+    sequences = sum(tokens // text.length for source, tokens in shares if is_self(source))
     if not sequences:
         return Workload(operations, memory)
 
@@ -200,12 +201,12 @@ def generation_workload(
     sequence = length * cache_bytes_per_token + BYTES_PER_LOGIT * vocabulary
 
     if device.startswith("cpu"):
-        at_once = min(sequences, max(1, sequences_in(host_room(), sequence)))
+        at_once = min(sequences, max(1, sequences_of_size(host_room(), sequence)))
         held = at_once
     else:
         total = total_memory(device)
         free = MAX_CACHE_BYTES if total is None else max(0, total - weights)
-        at_once = min(sequences, max(1, sequences_in(free, sequence)))
+        at_once = min(sequences, max(1, sequences_of_size(free, sequence)))
         # A GPU takes as many as fit, but one batch is all that it needs memory for.
         held = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from gqa.convert.heads.modules import AttentionModule, Change
 
 Reads = Literal["nothing", "weights", "text"]
-# What options of gqa-convert set: how maps are computed, the calibration text, the training of
-# layers, the seed. `option(methods=...)` names it for each option of a method.
+# What an option of gqa-convert is for: how maps are computed, the calibration text, the training
+# of layers, the seed. `option(setting=...)` names it; `Method.settings` lists those that a method
+# reads.
 Settings = Literal["maps", "text", "training", "seed"]
 
 

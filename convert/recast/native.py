@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.files import TensorSpec, byte_size
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.heads.family import Fused, LayerHeads, Role
 from gqa.core.errors import CorruptError, RefusedError
 
@@ -52,7 +52,7 @@ class Recipe:
         first = self.sources[0]
         if self.compute is None:
             return replace(first, name=name)
-        if first.dtype not in TORCH_DTYPES:
+        if first.dtype not in TORCH_OF_SAFETENSORS:
             raise RefusedError(
                 f"{first.name} is stored as {first.dtype}: quantized or packed weights cannot be "
                 "laid out anew; convert the original and quantize the result"

@@ -202,7 +202,7 @@ def resident(key: str = "VmRSS") -> int:
 
 def stop_while_sampling(number: int) -> None:
     """A signal arrives while a model writes text."""
-    import gqa.convert.merge.self_samples as module
+    import gqa.convert.generate.self_samples as module
 
     module.sample_sequences = lambda *given, **options: os.kill(os.getpid(), number)  # type: ignore[assignment]
 

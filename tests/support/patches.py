@@ -73,7 +73,7 @@ def use_bfloat16(patch: pytest.MonkeyPatch, native: bool) -> None:
 
 def sample_at_once(patch: pytest.MonkeyPatch, count: int) -> None:
     """A model writes at most so many texts at once, so that a few texts are several batches."""
-    patch.setattr("gqa.convert.merge.self_samples.MAX_BATCH", count)
+    patch.setattr("gqa.convert.generate.self_samples.MAX_BATCH", count)
 
 
 def log_every_line(patch: pytest.MonkeyPatch) -> None:

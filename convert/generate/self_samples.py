@@ -2,7 +2,8 @@
 
 Sequences sampled at temperature 1 need no data and resemble the training data of the model. They
 are stored in batches, so that a longer run continues a shorter or an interrupted one, and every
-rank and every resumed run reads the same.
+rank and every resumed run reads the same. A batch is what one seed makes: `batch_size` sequences,
+of which each becomes one block.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.chat_template import render_chat
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import read_config
-from gqa.convert.merge.sample_store import store_batches
-from gqa.convert.merge.sampling import (
+from gqa.convert.generate.sample_store import store_batches
+from gqa.convert.generate.sampling import (
     MAX_BATCH,
     MAX_CACHE_BYTES,
     host_room,
     kv_bytes,
-    max_sequences,
     sample_sequences,
+    sequences_of_model,
 )
+from gqa.convert.heads.config import read_config
 from gqa.convert.recast.targets import recast_as_is
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import fast_dtype, free_memory
@@ -42,11 +43,11 @@ from gqa.models.loading import WEIGHTS_SHARE, load_tokenizer
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """Blocks of generated text, consecutive in a file: {"input_ids": (size,) int64}.
+    """Blocks of generated text, consecutive in a file: {"input_ids": (block_size,) int64}.
 
     Attributes:
         path: The file of int32 token ids.
-        size: Tokens of a block.
+        block_size: Tokens of a block.
         n_blocks: Number of blocks; the file may have more.
         fingerprint: What text it is: the name of the file, and whether passages are repeated.
         seed: Of the repeated passages.
@@ -56,7 +57,7 @@ class SampledBlocks:
     """
 
     path: Path
-    size: int
+    block_size: int
     n_blocks: int
     fingerprint: str
     seed: int
@@ -78,9 +79,9 @@ class SampledBlocks:
         return {"input_ids": ids}
 
     def _read(self, index: int) -> Ints:
-        """The token ids (size,) of block `index`, as the model wrote them."""
-        block_bytes = 4 * self.size
-        ids = np.fromfile(self.path, np.int32, self.size, offset=block_bytes * int(index))
+        """The token ids (block_size,) of block `index`, as the model wrote them."""
+        block_bytes = 4 * self.block_size
+        ids = np.fromfile(self.path, np.int32, self.block_size, offset=block_bytes * int(index))
         return ids.astype(np.int64)
 
 
@@ -135,14 +136,14 @@ def sampled_blocks(
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = fast_dtype(device)
     fitting = MAX_CACHE_BYTES // kv_bytes(source, size, dtype)
-    sequences_per_seed = max(1, min(MAX_BATCH, fitting))
+    batch_size = max(1, min(MAX_BATCH, fitting))
 
     sampler = _BlockSampler(
         load=load,
         device=device,
         checkpoint=source,
-        size=size,
-        sequences_per_seed=sequences_per_seed,
+        block_size=size,
+        batch_size=batch_size,
         dtype=dtype,
         seed=seed,
         start=start,
@@ -152,7 +153,13 @@ def sampled_blocks(
         watcher=watcher,
     )
     identity = sampler.identify(samples_identity(checkpoint, trust_remote_code))
-    path = store_batches(identity, size, sequences_per_seed, n_blocks, sampler.sample)
+    path = store_batches(
+        identity,
+        block_size=size,
+        batch_size=batch_size,
+        n_blocks=n_blocks,
+        sample=sampler.sample,
+    )
     kind = "plain" if plain else MIX
     fingerprint = f"self {path.stem} {kind}"
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
@@ -171,8 +178,8 @@ class _BlockSampler:
         load: Loads the model; see `sampled_blocks`.
         device: Where it writes.
         checkpoint: The model, in a class that can be read (`recast_as_is`).
-        size: Tokens of a block.
-        sequences_per_seed: Blocks of a batch, which one seed makes.
+        block_size: Tokens of a block.
+        batch_size: Blocks of a batch.
         dtype: The dtype in which the model writes.
         seed: Of the whole text.
         start: The first token of every sequence that is sampled.
@@ -185,8 +192,8 @@ class _BlockSampler:
     load: Callable[..., PreTrainedModel]
     device: str
     checkpoint: Checkpoint
-    size: int
-    sequences_per_seed: int
+    block_size: int
+    batch_size: int
     dtype: torch.dtype
     seed: int
     start: int
@@ -209,8 +216,8 @@ class _BlockSampler:
             chat_token,
             start_every,
             self.seed,
-            self.size,
-            self.sequences_per_seed,
+            self.block_size,
+            self.batch_size,
             self.dtype,
         ]
         identity = " ".join(map(str, fields))
@@ -218,29 +225,28 @@ class _BlockSampler:
             identity += f" below {self.id_limit}"
         return identity
 
-    def sample(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Sample the batches with these consecutive numbers.
+    def sample(self, batch_indices: Sequence[int]) -> Iterator[Tensor]:
+        """Sample the batches with these consecutive indices.
 
-        Yields blocks (N, size), of as many batches at a time as fit into memory.
+        Yields blocks (N, block_size), of as many batches at a time as fit into memory.
         """
         sampled_tokens = self._sequence_length - 1  # the first is given
-        total = len(numbers) * self.sequences_per_seed * sampled_tokens
+        total = len(batch_indices) * self.batch_size * sampled_tokens
         self.watcher.stage(f"{self.checkpoint.name} writes", total)
 
         model = self._load_model()
         batches_at_once = self._batches_at_once(model)
-        for first in range(0, len(numbers), batches_at_once):
-            yield self._sample_together(model, numbers[first : first + batches_at_once])
+        for first in range(0, len(batch_indices), batches_at_once):
+            yield self._sample_together(model, batch_indices[first : first + batches_at_once])
 
     @property
     def _sequence_length(self) -> int:
         """Tokens that are sampled for a block: one more if most blocks lose their first token."""
-        return self.size if self.adds_start else self.size + 1
+        return self.block_size if self.adds_start else self.block_size + 1
 
     def _load_model(self) -> PreTrainedModel:
         """The model: on the device, or spread over several if its weights would fill the device."""
-        numbers = sum(spec.numel for spec in self.checkpoint.tensors.values())
-        weight_bytes = self.dtype.itemsize * numbers
+        weight_bytes = self.dtype.itemsize * self.checkpoint.parameters
         free = free_memory(torch.device(self.device))
 
         options = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -254,13 +260,13 @@ class _BlockSampler:
         least = min(_room_on(device) for device in devices)
         # Each device has its share of the layers, and of their caches.
         free = len(devices) * least
-        sequences = max_sequences(self.checkpoint, self.size, self.dtype, free)
-        return max(1, sequences // self.sequences_per_seed)
+        sequences = sequences_of_model(self.checkpoint, self.block_size, self.dtype, free)
+        return max(1, sequences // self.batch_size)
 
-    def _sample_together(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
-        """The blocks (N, size) of the batches with these consecutive numbers."""
-        first_block = numbers[0] * self.sequences_per_seed
-        blocks = first_block + torch.arange(len(numbers) * self.sequences_per_seed)
+    def _sample_together(self, model: PreTrainedModel, batch_indices: Sequence[int]) -> Tensor:
+        """The blocks (N, block_size) of the batches with these consecutive indices."""
+        first_block = batch_indices[0] * self.batch_size
+        blocks = first_block + torch.arange(len(batch_indices) * self.batch_size)
 
         second_tokens = None
         if self.chat_token is not None:
@@ -270,8 +276,8 @@ class _BlockSampler:
         rows = sample_sequences(
             model,
             self._sequence_length,
-            seeds=[derive_seed(self.seed, number) for number in numbers],
-            sequences_per_seed=self.sequences_per_seed,
+            seeds=[derive_seed(self.seed, index) for index in batch_indices],
+            sequences_per_seed=self.batch_size,
             progress=self.watcher.update,
             second_tokens=second_tokens,
             id_limit=self.id_limit,
@@ -328,7 +334,7 @@ def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
 
 
 def derive_seed(seed: int, label: int | str) -> int:
-    """An independent seed for `label`, the number of a batch or the name of a use.
+    """An independent seed for `label`, the index of a batch or the name of a use.
 
     Batches have seeds of their own so that earlier ones need not be sampled again. Uses have them
     because weights predict the text better that they were fitted to: only calibration uses `seed`

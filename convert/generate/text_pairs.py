@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.generate.sample_store import store_batches
+from gqa.convert.generate.sampling import sample_sequences
+from gqa.convert.generate.self_samples import SampledBlocks, derive_seed, samples_identity
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.sample_store import store_batches
-from gqa.convert.merge.sampling import sample_sequences
-from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, samples_identity
 from gqa.core.console import Watcher
 from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
@@ -131,15 +131,22 @@ class PairMaker:
         targets = self._write(sources, derive_seed(seed, "targets"))
         return list(zip(sources, targets, strict=True))
 
-    def sampled(self, count: int) -> SampledBlocks:
-        """`count` generated pairs as blocks, stored in the cache (`store_batches`).
+    def sampled(self, n_blocks: int) -> SampledBlocks:
+        """`n_blocks` generated pairs as blocks, stored in the cache (`store_batches`).
 
         A block has the `length` tokens of the source and those of the target, each padded with -1.
         Raises RefusedError.
         """
-        size = 2 * self.length
-        path = store_batches(self._identify(), size, _BATCH, count, self._sample_batches)
-        return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
+        block_size = 2 * self.length
+        path = store_batches(
+            self._identify(),
+            block_size=block_size,
+            batch_size=_BATCH,
+            n_blocks=n_blocks,
+            sample=self._sample_batches,
+        )
+        fingerprint = f"self {path.stem}"
+        return SampledBlocks(path, block_size, n_blocks, fingerprint, self._seed, 0, plain=True)
 
     def _identify(self) -> str:
         """Everything that determines the generated pairs.
@@ -154,15 +161,15 @@ class PairMaker:
             identity += f" below {self._id_limit}"
         return identity
 
-    def _sample_batches(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Write the batches of pairs with these numbers, one after the other.
+    def _sample_batches(self, batch_indices: Sequence[int]) -> Iterator[Tensor]:
+        """Write the batches of pairs with these indices, one after the other.
 
         Yields (_BATCH, 2 x `length`) each.
         """
         tokens_of_batch = _BATCH * 2 * self.length
-        self._watcher.stage(f"{self.name} writes", len(numbers) * tokens_of_batch)
-        for number in numbers:
-            pairs = self.write(_BATCH, derive_seed(self._seed, number))
+        self._watcher.stage(f"{self.name} writes", len(batch_indices) * tokens_of_batch)
+        for index in batch_indices:
+            pairs = self.write(_BATCH, derive_seed(self._seed, index))
             rows = torch.full((_BATCH, 2, self.length), -1)
             for row, (source, target) in zip(rows, pairs, strict=True):
                 row[0, : len(source)] = torch.tensor(source)

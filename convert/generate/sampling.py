@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.generate.decoding_attention import fast_attention, growing_cache
 from gqa.convert.heads.config import read_config
-from gqa.convert.merge.decoding_attention import fast_attention, growing_cache
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.core.devices import total_memory
 from gqa.core.errors import RefusedError, explain
@@ -22,7 +22,9 @@ MAX_BATCH = 64  # sequences that are sampled with one seed, at most
 MAX_CACHE_BYTES = 1 << 30  # KV cache of the sequences of one seed, at most
 _MAX_HOST_BYTES = 8 << 30  # of batches that are sampled at the same time on a CPU, at most
 BYTES_PER_LOGIT = 24  # of memory, while a token is drawn
-_KERNEL_SEQUENCES = 16384  # at a time, at most: attention kernels index them with 16 bits
+# At a time, at most. In one direction attention kernels on CUDA launch a block of threads for each
+# sequence, and a launch of more than 65,535 fails; this stays well below.
+_KERNEL_SEQUENCES = 16_384
 _CHUNK = 64  # entries of the vocabulary that are drawn from together
 
 
@@ -41,17 +43,17 @@ def host_room() -> int:
     return max(MAX_CACHE_BYTES, min(_MAX_HOST_BYTES, total // 4))
 
 
-def max_sequences(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
+def sequences_of_model(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
     """Number of sequences of `length` tokens whose caches and logits fit into three quarters of
     `free` bytes.
     """
     vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
     logits_bytes = BYTES_PER_LOGIT * vocabulary
     sequence_bytes = kv_bytes(checkpoint, length, dtype) + logits_bytes
-    return sequences_in(free, sequence_bytes)
+    return sequences_of_size(free, sequence_bytes)
 
 
-def sequences_in(free: int, sequence_bytes: int) -> int:
+def sequences_of_size(free: int, sequence_bytes: int) -> int:
     """Number of sequences of so many bytes that are sampled at the same time in `free` bytes."""
     return min(_KERNEL_SEQUENCES, free * 3 // 4 // sequence_bytes)
 

@@ -22,23 +22,25 @@ from gqa.corpus.cache import cache_errors, datasets_cache
 
 def store_batches(
     identity: str,
-    size: int,
-    batch: int,
-    rows: int,
+    *,
+    block_size: int,
+    batch_size: int,
+    n_blocks: int,
     sample: Callable[[Sequence[int]], Iterable[Tensor]],
 ) -> Path:
-    """A file in the cache of `datasets` with at least `rows` rows (size,) of int32 token ids.
+    """A file in the cache of `datasets` with at least `n_blocks` blocks (block_size,) of int32
+    token ids.
 
     Each batch is durable before the next is sampled, and stays if one fails: another call continues
     there.
 
     Args:
-        identity: What determines the rows. The file is named by its hash.
-        size: Tokens of a row.
-        batch: Rows of a batch.
-        rows: Rows that the file has at least.
-        sample: `sample(numbers)` yields the missing batches with these numbers, one or several at a
-            time.
+        identity: What determines the blocks. The file is named by its hash.
+        block_size: Tokens of a block.
+        batch_size: Blocks of a batch.
+        n_blocks: Blocks that the file has at least.
+        sample: `sample(batch_indices)` yields the missing batches with these indices, one or
+            several at a time.
 
     Raises:
         RefusedError: The text cannot be sampled.
@@ -49,24 +51,24 @@ def store_batches(
     path = datasets_cache() / "gqa-samples" / f"{name}.int32"
     with cache_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _append_batches(path, size, batch, rows, sample)
+        _append_batches(path, block_size, batch_size, n_blocks, sample)
     return path
 
 
 def _append_batches(
     path: Path,
-    size: int,
-    batch: int,
-    rows: int,
+    block_size: int,
+    batch_size: int,
+    n_blocks: int,
     sample: Callable[[Sequence[int]], Iterable[Tensor]],
 ) -> None:
     """Append the batches that a file lacks; see `store_batches`."""
-    batch_bytes = 4 * size * batch
-    batches = math.ceil(rows / batch)
+    batch_bytes = 4 * block_size * batch_size
+    n_batches = math.ceil(n_blocks / batch_size)
     with FileLock(f"{path}.lock"), path.open("ab", buffering=0) as file:
         stored = file.tell() // batch_bytes
         file.truncate(batch_bytes * stored)  # drop the partial batch of an interrupted run
-        missing = range(stored, batches)
+        missing = range(stored, n_batches)
         if not missing:
             return
 
@@ -84,7 +86,6 @@ def _append_batches(
                 os.fsync(file.fileno())
             except OSError as error:
                 stored = file.tell() // batch_bytes
-                reason = (
-                    f"{error.strerror} ({stored} of {batches} parts of the generated text are kept)"
-                )
+                kept = f"{stored} of {n_batches} parts of the generated text are kept"
+                reason = f"{error.strerror} ({kept})"
                 raise OSError(error.errno, reason, str(path)) from error
