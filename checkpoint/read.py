@@ -140,8 +140,8 @@ class Checkpoint:
         """One tensor, in its stored dtype and shape.
 
         Args:
-            spec: Its entry in `tensors`, with a dtype of TORCH_OF_SAFETENSORS. Tensors of others are
-                only copied as bytes (of a `.bin` file they can be read).
+            spec: Its entry in `tensors`, with a dtype of TORCH_OF_SAFETENSORS. Tensors of others
+                are only copied as bytes (of a `.bin` file they can be read).
             buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
                 use.
 

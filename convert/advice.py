@@ -25,7 +25,8 @@ from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
-from gqa.models.loading import load_tokenizer, positions, predicts_tokens
+from gqa.models.classes import positions, predicts_tokens
+from gqa.models.tokenizer import load_tokenizer
 from gqa.models.training_memory import MAX_BLOCK, activation_memory, training_memory
 
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context

@@ -30,7 +30,7 @@ from gqa.models.card import (
     source_card,
     table,
 )
-from gqa.models.loading import model_class
+from gqa.models.classes import model_class
 
 _ATTENTION_TAGS = {
     "multi-head-attention",

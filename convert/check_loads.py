@@ -9,8 +9,9 @@ from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.config_edits import without_quantization
 from gqa.convert.plan import OutputTensor
+from gqa.core.console import quiet_transformers
 from gqa.core.errors import CorruptError, explain, listing
-from gqa.models.loading import model_class, quiet_transformers
+from gqa.models.classes import model_class
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -74,7 +74,7 @@ def command(options: ConvertOptions) -> None:
     """
     from gqa.convert.api import prepare
     from gqa.convert.summary import plan_record
-    from gqa.models.loading import quiet_transformers
+    from gqa.core.console import quiet_transformers
 
     with quiet_transformers():  # what matters of its hints is in our errors
         with Watcher(options.quiet) as bar:

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.heads.family import QUERY_ROLES
+from gqa.convert.heads.layouts import QUERY_ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.heads.family import Role
+    from gqa.convert.heads.layouts import Role
 
     # Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) ->
     # the same.

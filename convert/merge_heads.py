@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gqa.convert.heads.family import QUERY_ROLES
+from gqa.convert.heads.layouts import QUERY_ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.convert.head_maps import MergeHeads, StoredMaps
-    from gqa.convert.heads.family import Role
+    from gqa.convert.heads.layouts import Role
     from gqa.convert.heads.modules import Change
     from gqa.convert.plan import Plan
 

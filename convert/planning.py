@@ -16,8 +16,9 @@ from gqa.checkpoint.read import SAFETENSORS_OF_TORCH, TORCH_OF_SAFETENSORS, Chec
 from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.config_edits import edit_config, valid_groups
-from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
+from gqa.convert.heads.family import Groups, Symmetry
 from gqa.convert.heads.kv_cache import kv_cache
+from gqa.convert.heads.layouts import Layout, Rule
 from gqa.convert.heads.modules import (
     AttentionModule,
     Change,

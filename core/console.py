@@ -2,13 +2,15 @@
 
 import io
 import json
+import logging
 import os
 import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as installed
 from typing import Any, NoReturn, Self
 
@@ -253,3 +255,20 @@ def _describe_failure(error: Exception) -> tuple[str, int]:
 
     kind = type(error).__name__
     return f"unexpected {kind}: {explain(error)}; -v shows where, please report it", 1
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the bars, tables and hints of transformers: our errors say what matters."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -33,7 +33,7 @@ from gqa.eval.text import (
     read_text,
 )
 from gqa.models.chunked_head import ChunkedHead
-from gqa.models.loading import check_predicts_tokens
+from gqa.models.classes import check_predicts_tokens
 
 SCHEMA = 5
 SHOWN = 4  # greedy texts of each model in a report

@@ -22,7 +22,9 @@ from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.quantized_cache import quantize_cache
-from gqa.models.loading import load_model, load_tokenizer, positions, read_auto_config
+from gqa.models.classes import positions, read_auto_config
+from gqa.models.loading import load_model
+from gqa.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load a checkpoint's model and tokenizer with transformers, strictly.
+"""Load a checkpoint's model with transformers, strictly.
 
 What transformers only warns of is refused.
 """
@@ -6,34 +6,28 @@ What transformers only warns of is refused.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gqa.checkpoint.files import TOKENIZER_FILES
-from gqa.checkpoint.model_config import check_numbers, culprit, has_run_flags, without_run_flags
-from gqa.checkpoint.read import Checkpoint, read_json
-from gqa.core.compat import reset_run_flags
+from gqa.core.console import quiet_transformers
 from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, listing
-from gqa.models.custom_code import MODEL_TYPES, config_class, custom_class
+from gqa.models.classes import directory_without_flags, is_auto, model_class, read_auto_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS_SHARE = 7 / 8  # of an accelerator's free memory that weights may fill
-_ADAPTED_WEIGHT = ".base_layer.weight"  # of a layer that peft has put an adapter on
-# Auto classes that predict tokens have one of these in their names.
-_PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
+_ADAPTED_WEIGHT = ".base_layer.weight"
 
 
 def load_model(
@@ -121,15 +115,16 @@ def _load(
         RefusedError, RuntimeError, MemoryError: As `load_model`.
     """
     try:
-        with quiet_transformers(), _directory_without_flags(directory) as config_directory:
+        with quiet_transformers(), directory_without_flags(directory) as config_directory:
             config = read_auto_config(directory, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
                 return _empty_model(cls, config, dtype, options, trust_remote_code)
 
             if config_directory != directory:
-                # Code of a checkpoint is found by the path of its config, so that gets the object.
-                own_config = config if _is_auto(cls) else config_directory
+                # An Auto class finds the checkpoint's code by the path in its config, so it gets
+                # the object; another class gets the directory without flags.
+                own_config = config if is_auto(cls) else config_directory
                 options = {**options, "config": own_config}
             model, info = cls.from_pretrained(
                 directory,
@@ -175,7 +170,7 @@ def _empty_model(
     options = {**options, "dtype": torch_dtype}
 
     with torch.device("meta"):
-        if _is_auto(cls):
+        if is_auto(cls):
             model = cls.from_config(config, trust_remote_code=trust_remote_code, **options)
         else:
             model = build_model(cls, config, **options)
@@ -213,200 +208,6 @@ def _check_keys(directory: str, info: dict[str, Any]) -> None:
                 f"{directory} loads with {what}, so its weights do not belong to its config; "
                 "download the checkpoint again"
             )
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence the bars, tables and hints of transformers: our errors say what matters."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    has_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if has_bars:
-            transformers_logging.enable_progress_bar()
-
-
-def read_auto_config(directory: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model in a directory.
-
-    Its class may be ours. It lacks the entries that say how a model is run (`RUN_FLAGS`). Raises
-    RefusedError.
-    """
-    raw = read_json(Path(directory), "config.json")
-    check_numbers(raw, Path(directory).name)
-
-    model_type = raw.get("model_type")
-    known_class: Any = config_class(model_type) if isinstance(model_type, str) else None
-
-    try:
-        config = _load_config(directory, raw, known_class, trust_remote_code)
-    except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
-        entry = ""
-        if known_class:
-            entry = culprit(raw, lambda other: known_class.from_dict(without_run_flags(other)))
-        cause = f" because of {entry}" if entry else ""
-        raise RefusedError(
-            f"transformers cannot read config.json of {directory}{cause}: {explain(error)}; "
-            "correct it"
-        ) from error
-    config.name_or_path = directory
-    return config
-
-
-def _load_config(
-    directory: str, raw: dict[str, Any], known_class: Any, trust_remote_code: bool
-) -> Any:
-    """transformers' config object of the model in a directory.
-
-    Args:
-        directory: The directory.
-        raw: Its config.json.
-        known_class: The config class, ours or transformers'; None if neither has one.
-        trust_remote_code: Whether code of the checkpoint may run.
-    """
-    from transformers import AutoConfig
-
-    code = raw.get("auto_map")
-    has_code = isinstance(code, dict) and "AutoConfig" in code
-    with quiet_transformers(), _directory_without_flags(directory) as config_directory:
-        if raw.get("model_type") in MODEL_TYPES:
-            return known_class.from_pretrained(config_directory)
-
-        if trust_remote_code and has_code:
-            # The code is next to the config itself, so flags are reset after that is read.
-            has_flags = config_directory != directory
-            options = {}
-            if has_flags:
-                # Some implementations of attention refuse output_attentions.
-                options["output_attentions"] = False
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=True, **options)
-            if has_flags:
-                reset_run_flags(config)
-            return config
-
-        source = config_directory if known_class else directory
-        return AutoConfig.from_pretrained(source)
-
-
-@contextmanager
-def _directory_without_flags(directory: str) -> Iterator[str]:
-    """A directory with the config.json of a directory, but without `RUN_FLAGS`.
-
-    It is a temporary one, or `directory` itself if its config has none.
-    """
-    raw = read_json(Path(directory), "config.json")
-    if not has_run_flags(raw):
-        yield directory
-        return
-
-    with tempfile.TemporaryDirectory(prefix="gqa-config-") as config_directory:
-        text = json.dumps(without_run_flags(raw))
-        Path(config_directory, "config.json").write_text(text, encoding="utf-8")
-        yield config_directory
-
-
-def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class that a config names, else the one of its model type that predicts tokens.
-
-    An Auto class if the class is code of the checkpoint, or transformers has none.
-    """
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    name = _first_architecture(config)
-    ours = custom_class(name, config.model_type)
-    if ours:
-        return ours
-
-    if trust_remote_code and getattr(config, "auto_map", None):
-        return getattr(transformers, _auto_class_name(config.auto_map, name))
-
-    cls = getattr(transformers, name, None)
-    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-        return cls
-
-    auto = transformers.AutoModelForCausalLM
-    classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.is_encoder_decoder:
-        auto = transformers.AutoModelForSeq2SeqLM
-        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    return classes.get(type(config), auto)
-
-
-def _first_architecture(config: Any) -> str:
-    """The first entry of `architectures`, the name of a class; empty if there is none."""
-    names = config.architectures
-    if not isinstance(names, list) or not names:
-        return ""
-    name = names[0]
-    return name if isinstance(name, str) else ""
-
-
-def _auto_class_name(auto_map: Any, architecture: str) -> str:
-    """The Auto class of transformers that loads the class `architecture`, which is code of the
-    checkpoint; if `auto_map` has none, one that predicts tokens, or else the first.
-    """
-    import transformers
-
-    default = "AutoModelForCausalLM"
-    if not isinstance(auto_map, dict):
-        return default
-
-    names: list[str] = [name for name in auto_map if name.startswith("AutoModelFor")]
-    names = [name for name in names if hasattr(transformers, name)]
-    for name in names:
-        class_name = str(auto_map[name]).rpartition(".")[2]  # of `module.Class`
-        if class_name == architecture:
-            return name
-
-    if default in names or not names:
-        return default
-    return names[0]
-
-
-def _is_auto(cls: Any) -> bool:
-    """Whether a class is one of transformers' Auto classes, which choose the class of a
-    checkpoint.
-    """
-    return hasattr(cls, "from_config")
-
-
-def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
-    """Whether the class that a config names reads token ids and has a head that predicts them.
-
-    Classifiers, reward models, base classes and models of sound do not.
-    """
-    from transformers import GenerationMixin
-
-    cls = model_class(config, trust_remote_code)
-    if _is_auto(cls):
-        return bool(_PREDICTING.search(cls.__name__))
-    return issubclass(cls, GenerationMixin) and cls.main_input_name == "input_ids"
-
-
-def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = False) -> None:
-    """Raise RefusedError for a model that can be neither evaluated nor decoded nor trained."""
-    if not predicts_tokens(config, trust_remote_code):
-        kind = model_class(config, trust_remote_code).__name__
-        raise RefusedError(
-            f"{name} is a {kind}, which does not predict the next token of a text; pass one with "
-            "a language-model head (like ...ForCausalLM)"
-        )
-
-
-def positions(config: Any) -> int | None:
-    """Maximum number of positions of a model; None if it has no limit.
-
-    `config`: its config of transformers.
-    """
-    text_config = config.get_text_config(decoder=True)
-    return getattr(text_config, "max_position_embeddings", None) or None
 
 
 def cache_name(model: PreTrainedModel) -> str:
@@ -482,60 +283,3 @@ def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
         WeightRenaming(rf"^({'|'.join(layers)})\.{tail}$", rf"\1.base_layer.{tail}")
         for tail in ("weight", "bias")
     ]
-
-
-def load_tokenizer(
-    checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = ""
-) -> Any:
-    """The checkpoint's tokenizer.
-
-    Args:
-        checkpoint: The checkpoint.
-        trust_remote_code: Whether code of the checkpoint may run.
-        instead: Further advice in errors.
-
-    Raises:
-        RefusedError: There is none that transformers can load. Without files, or with those of the
-            special tokens alone, some classes make an empty one.
-    """
-    directory = checkpoint.directory
-    advice = f", or {instead}" if instead else ""
-    no_tokenizer = RefusedError(
-        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into "
-        f"{directory}{advice}"
-    )
-    has_files = any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
-    if not has_files:
-        raise no_tokenizer
-
-    try:
-        tokenizer = _read_tokenizer(directory, trust_remote_code)
-        words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
-    except Exception as error:  # whatever a library raises about files that it cannot read
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            raise RefusedError(
-                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; read it, "
-                f"then pass --trust-remote-code to run it{advice}"
-            ) from error
-        raise RefusedError(
-            f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "
-            f"repair its files{advice}"
-        ) from error
-
-    if len(words) < 2:
-        raise no_tokenizer
-    return tokenizer
-
-
-def _read_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer that transformers loads from a directory."""
-    from transformers import AutoTokenizer
-
-    options: dict[str, Any] = {}
-    raw = read_json(directory, "config.json")  # a view's config is another
-    # transformers would read the file itself, with a class that is ours and with run flags.
-    if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):
-        options["config"] = read_auto_config(str(directory), trust_remote_code)
-    return AutoTokenizer.from_pretrained(
-        str(directory), trust_remote_code=trust_remote_code, **options
-    )

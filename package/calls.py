@@ -126,7 +126,7 @@ class _Copies:
             self.directory.cleanup()
 
     def _save(self, model: Any, path: Path) -> None:
-        from gqa.models.loading import quiet_transformers
+        from gqa.core.console import quiet_transformers
 
         # `save_pretrained` changes the configs of a model: those of a copy.
         saved = copy.copy(model)

@@ -35,7 +35,7 @@ from gqa.eval.evaluate import Comparison, environment
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_column, choose_context, cut_text
-from gqa.models.loading import check_predicts_tokens
+from gqa.models.classes import check_predicts_tokens
 from gqa.study import rows
 from gqa.study.columns import row_numbers
 from gqa.study.directory import StudyDirectory

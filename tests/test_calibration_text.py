@@ -48,7 +48,7 @@ from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.reading_order import permutation
 from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import tokenize
-from gqa.models.loading import load_tokenizer
+from gqa.models.tokenizer import load_tokenizer
 
 LENGTH = 16
 

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from transformers.activations import ACT2FN
 
 from gqa.convert.api import plan_conversion
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge import maps_from_weights, sensitivity, shared_values
 from gqa.convert.merge.input_moments import InputMoments, Mlp, gram
 from gqa.convert.merge.sensitivity import (

@@ -41,8 +41,9 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.recast import targets
 from gqa.models import custom_code, modeling
+from gqa.models.classes import model_class
 from gqa.models.custom_code import BY_LAYER, MODEL_TYPES, config_class
-from gqa.models.loading import load_tokenizer, model_class
+from gqa.models.tokenizer import load_tokenizer
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in CUSTOM}

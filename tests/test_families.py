@@ -55,7 +55,8 @@ from gqa.convert.heads import config as heads_config
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.config_edits import valid_groups
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
-from gqa.convert.heads.family import Family, Rule, Separate, Symmetry
+from gqa.convert.heads.family import Family, Symmetry
+from gqa.convert.heads.layouts import Rule, Separate
 from gqa.convert.recast.targets import RECASTINGS
 from gqa.core.errors import RefusedError
 

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.head_maps import HeadMaps
-from gqa.convert.heads.family import (
-    Conv1D,
-    Fused,
-    FusedOrder,
-    LayerHeads,
-    Layout,
-    Rotary,
-    Separate,
-)
+from gqa.convert.heads.layouts import Fused, FusedOrder, LayerHeads, Layout, Separate, Transposed
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.grouping import find_order, partitions, swap_heads
 from gqa.convert.merge.maps_from_weights import ModuleEstimate
@@ -181,9 +174,9 @@ def test_every_kind_of_setting_belongs_to_a_method_and_an_option() -> None:
         (Separate("query"), (48, 7)),
         *((Fused(order), (96, 7)) for order in get_args(FusedOrder)),
         *((Fused(order), (96,)) for order in get_args(FusedOrder)),
-        (Conv1D(Fused("stacked")), (7, 96)),
-        (Conv1D(Fused("stacked")), (96,)),
-        (Conv1D(Separate("output", axis=1)), (40, 7)),
+        (Transposed(Fused("stacked")), (7, 96)),
+        (Transposed(Fused("stacked")), (96,)),
+        (Transposed(Separate("output", axis=1)), (40, 7)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Layout) else str(value),
 )

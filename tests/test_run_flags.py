@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import transformers_config
 from gqa.core.compat import attention_name
-from gqa.models.loading import load_model, load_tokenizer
+from gqa.models.loading import load_model
+from gqa.models.tokenizer import load_tokenizer
 
 KERNEL = "evil/kernel:fn"
 FLAGS: dict[str, Any] = {

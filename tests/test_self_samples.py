@@ -30,7 +30,7 @@ from gqa.core.errors import CorpusError, OutputError, RefusedError
 from gqa.corpus.specs import is_self, parse_self
 from gqa.eval import recall
 from gqa.eval.subjects import Subject
-from gqa.models.loading import load_tokenizer
+from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import build_data
 

@@ -25,8 +25,10 @@ from transformers import PreTrainedModel
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.head_maps import HeadMaps
 from gqa.convert.heads.families.table import FAMILIES
-from gqa.convert.heads.family import Conv1D, Rotary, Separate, Symmetry
+from gqa.convert.heads.family import Symmetry
+from gqa.convert.heads.layouts import Separate, Transposed
 from gqa.convert.heads.modules import AttentionModule, attention_modules
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.input_moments import norm_gain
 from gqa.convert.merge.pair import ModelPair
@@ -429,4 +431,4 @@ def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
 
 def test_matrices_that_are_stored_the_other_way_round_are_so_for_queries_too() -> None:
     layouts = [rule.layout for rule in Symmetry(stores_transposed=True).query_side_rules]
-    assert layouts == [Conv1D(Separate("query")), Conv1D(Separate("output", axis=1))]
+    assert layouts == [Transposed(Separate("query")), Transposed(Separate("output", axis=1))]

@@ -29,7 +29,7 @@ from gqa.corpus.sources import Source
 from gqa.corpus.specs import parse_source
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Documents, tokenize
-from gqa.models.loading import load_tokenizer
+from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 

@@ -30,7 +30,8 @@ from support.training import (
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
-from gqa.models.loading import load_tokenizer, read_auto_config
+from gqa.models.classes import read_auto_config
+from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.advice import more_tokens
 from gqa.uptrain.defaults import DEFAULT_TOKENS, decide_defaults
 from gqa.uptrain.optimizer import make_optimizer

@@ -22,7 +22,7 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import write_tensor
 from gqa.checkpoint.writer import CheckpointWriter, new_shard
 from gqa.core.errors import OutputError, RefusedError, explain, listing, verification_error
-from gqa.models.loading import model_class
+from gqa.models.classes import model_class
 from gqa.models.names import saved_tensors
 from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.record import move_base_path

@@ -13,7 +13,7 @@ from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import MIX, is_plain
 from gqa.corpus.specs import is_self
 from gqa.corpus.tokens import check_ids
-from gqa.models.loading import positions
+from gqa.models.classes import positions
 from gqa.models.training_memory import MAX_BLOCK
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import depends_on_length

@@ -26,7 +26,8 @@ from gqa.convert.heads.config import check_config
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import default_device, find_device, from_main, native_bfloat16, ranks
 from gqa.core.errors import RefusedError, explain
-from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
+from gqa.models.classes import check_predicts_tokens, read_auto_config
+from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.build_data import build_data
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.defaults import decide_defaults

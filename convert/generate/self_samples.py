@@ -38,7 +38,8 @@ from gqa.core.devices import fast_dtype, free_memory
 from gqa.core.errors import RefusedError
 from gqa.corpus.blocks import MIX, START_EVERY, with_repeats
 from gqa.corpus.tokens import Block, Ints, first_token
-from gqa.models.loading import WEIGHTS_SHARE, load_tokenizer
+from gqa.models.loading import WEIGHTS_SHARE
+from gqa.models.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

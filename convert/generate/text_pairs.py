@@ -25,7 +25,8 @@ from gqa.corpus.pairs import PairEncoder, TokenPair
 from gqa.corpus.rows import row_digest
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints, check_ids
-from gqa.models.loading import load_model, load_tokenizer
+from gqa.models.loading import load_model
+from gqa.models.tokenizer import load_tokenizer
 
 _BATCH = 32  # pairs that are written at a time
 

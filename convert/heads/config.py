@@ -8,7 +8,7 @@ of the class (32 heads in the text part of LLaVA):
 - `read_config(raw, name)`: a `ModelConfig` with family, head counts and the config of the text
   part. What cannot be converted is refused.
 
-(`read_auto_config` in models/loading.py also reads models whose class is code of the checkpoint.)
+(`read_auto_config` in models/classes.py also reads models whose class is code of the checkpoint.)
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from gqa.checkpoint.model_config import (
     wrong,
 )
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
-from gqa.convert.heads.family import Family, LayerHeads, Symmetry
+from gqa.convert.heads.family import Family, Symmetry
+from gqa.convert.heads.layouts import LayerHeads
+from gqa.core.console import quiet_transformers
 from gqa.core.errors import CorruptError, EntryError, RefusedError, explain, listing
 from gqa.models.custom_code import config_class, listed_as
-from gqa.models.loading import quiet_transformers
 
 MAX_DIM = 65_536  # largest dimension of a head; published models have 32 to 1,024
 

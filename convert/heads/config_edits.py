@@ -12,7 +12,8 @@ from typing import Any
 
 from gqa.checkpoint.model_config import parts, without_keys
 from gqa.convert.heads.config import ModelConfig, config_at, read_config
-from gqa.convert.heads.family import Edits, Groups, LayerHeads
+from gqa.convert.heads.family import Edits, Groups
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.core.errors import RefusedError
 from gqa.models.custom_code import loads_as_decilm
 

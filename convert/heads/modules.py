@@ -17,7 +17,8 @@ from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.config_edits import target_heads
-from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rule, Symmetry
+from gqa.convert.heads.family import Groups, Symmetry
+from gqa.convert.heads.layouts import LayerHeads, Layout, Part, Role, Rule
 from gqa.core.errors import CorruptError, RefusedError, listing
 from gqa.models.custom_code import listed_as
 

@@ -17,7 +17,7 @@ from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.quality import CHECKED_TOKENS, QualityCheck
 from gqa.convert.plan import Plan
 from gqa.core.console import Watcher
-from gqa.models.loading import predicts_tokens
+from gqa.models.classes import predicts_tokens
 
 
 def calibrate_model(

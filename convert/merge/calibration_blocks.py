@@ -62,7 +62,7 @@ def read_blocks(
     from gqa.corpus.blocks import START_EVERY, with_repeats
     from gqa.corpus.encoders import Encoders
     from gqa.corpus.tokens import check_ids
-    from gqa.models.loading import load_tokenizer
+    from gqa.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, trust_remote_code, instead="use self")
     encoder = Encoders(tokenizer, checkpoint.name).of(source)

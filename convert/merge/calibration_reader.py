@@ -20,7 +20,8 @@ from gqa.core.console import Watcher
 from gqa.core.errors import RefusedError
 from gqa.corpus.specs import GENERAL, is_self, parse_self
 from gqa.corpus.tokens import Ints
-from gqa.models.loading import load_model, load_tokenizer
+from gqa.models.loading import load_model
+from gqa.models.tokenizer import load_tokenizer
 
 # Blocks of generated text of which one is held out. They are more than of other text, since
 # the default holds out no other.

@@ -74,7 +74,7 @@ class CalibrationText:
         the command calls `tokens`.
         """
         from gqa.corpus.encoders import check_template
-        from gqa.models.loading import load_tokenizer
+        from gqa.models.tokenizer import load_tokenizer
 
         self._check_chosen_length(checkpoint)
         self.tokens_by_source(tokens_option)  # raises if a source has less than one block
@@ -115,7 +115,7 @@ class CalibrationText:
 
         config: That of transformers.
         """
-        from gqa.models.loading import positions
+        from gqa.models.classes import positions
 
         longest = positions(config)
         if longest and self.length > longest:

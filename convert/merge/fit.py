@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gqa.convert.head_maps import HeadMaps, query_order
-from gqa.convert.heads.family import LayerHeads, Rotary
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layer import Attention, Stream, check_finite
 from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge

@@ -17,7 +17,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.moments import Moments, rows_of
 from gqa.convert.merge.rope import complex_moments, pairs
 from gqa.convert.merge.shared_keys import key_weights, without_means

@@ -25,7 +25,7 @@ from gqa.convert.merge.layer import Arguments, Layer, Stream, layerwise_errors, 
 from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_names
 from gqa.core.errors import RefusedError, layerwise_error
 from gqa.models.attention_functions import Attend, attend_eager, attend_sdpa
-from gqa.models.loading import model_class
+from gqa.models.classes import model_class
 from gqa.models.names import Loading
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.head_maps import HeadMaps, query_order
-from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
+from gqa.convert.heads.family import Symmetry
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, module_changes
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.input_moments import InputMoments, gram, norm_gain
 from gqa.convert.merge.moments import Moments, heads_of

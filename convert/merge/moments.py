@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.head_maps import HeadMaps, first_maps, mean_maps
-from gqa.convert.heads.family import LayerHeads, Rotary
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import Change
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.linear_algebra import GroupMaps, add_products
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value

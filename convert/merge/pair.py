@@ -18,7 +18,8 @@ from torch import Tensor
 from gqa.convert.head_maps import HeadMaps, mean_maps
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.config_edits import target_heads
-from gqa.convert.heads.family import LayerHeads, Symmetry
+from gqa.convert.heads.family import Symmetry
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors_in
 from gqa.convert.merge.layer_runner import LayerRunner

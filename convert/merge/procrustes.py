@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.linear_algebra import GroupMaps, energy_factor
 from gqa.convert.merge.rope import complex_moments, pairs, put_complex
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.rotary import Rotary
 
 
 def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:

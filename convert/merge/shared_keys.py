@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.linear_algebra import (
     FLOAT64_CUT,
     GroupMaps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from gqa.convert.heads.family import QUERY_ROLES
+from gqa.convert.heads.layouts import QUERY_ROLES
 from gqa.convert.methods.base import Method
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gqa.convert.head_maps import MergeHeads
     from gqa.convert.heads.config import ModelConfig
-    from gqa.convert.heads.family import Role
+    from gqa.convert.heads.layouts import Role
     from gqa.convert.heads.modules import Change
 
 _INITIALIZER_RANGE = 0.02  # of configs that state none

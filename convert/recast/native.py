@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint
-from gqa.convert.heads.family import Fused, LayerHeads, Role
+from gqa.convert.heads.layouts import Fused, LayerHeads, Role
 from gqa.core.errors import CorruptError, RefusedError
 
 if TYPE_CHECKING:

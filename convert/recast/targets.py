@@ -28,7 +28,7 @@ from gqa.models.custom_code import (
     loads_as_decilm,
     our_architecture,
 )
-from gqa.models.loading import load_tokenizer
+from gqa.models.tokenizer import load_tokenizer
 
 
 def _custom_recastings() -> Iterator[Recasting]:

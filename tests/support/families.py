@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from gqa.convert.api import Plan
-from gqa.convert.heads.family import QUERY_ROLES, Role
+from gqa.convert.heads.layouts import QUERY_ROLES, Role
 from gqa.convert.heads.modules import Change
 from gqa.convert.merge_heads import converted_tensor, repeat_heads
 from gqa.models.loading import cache_name

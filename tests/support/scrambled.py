@@ -22,8 +22,10 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.find_maps import with_maps
 from gqa.convert.heads.config import ModelConfig, read_config
-from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
+from gqa.convert.heads.family import Symmetry
+from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions

@@ -4,7 +4,8 @@ transformers that they extend.
 
 from dataclasses import replace
 
-from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symmetry
+from gqa.convert.heads.family import Family, Symmetry
+from gqa.convert.heads.layouts import Fused, Rule, Separate, Transposed
 
 _BART = Symmetry(rotates=False, output="out_proj", norms=())
 _NORMS = ("self_attn_layer_norm",)
@@ -32,7 +33,7 @@ FAMILIES: tuple[Family, ...] = (
             )
         },
         attention=("attn",),
-        rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
+        rules=(Rule("c_attn", Transposed(Fused("stacked"))),),
     ),
     Family("separate k_proj and v_proj, custom modeling code", {"gqa_opt": _OPT}),
     Family(

@@ -2,16 +2,8 @@
 
 from typing import Any
 
-from gqa.convert.heads.family import (
-    Edits,
-    Family,
-    Fused,
-    LayerHeads,
-    Rule,
-    Separate,
-    Symmetry,
-    uniform_heads,
-)
+from gqa.convert.heads.family import Edits, Family, Symmetry, uniform_heads
+from gqa.convert.heads.layouts import Fused, LayerHeads, Rule, Separate
 
 _FALCON = Symmetry(
     lambda config, layer: not config.alibi,

@@ -4,18 +4,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gqa.convert.heads.family import (
-    SEPARATE,
-    Edits,
-    Family,
-    LayerHeads,
-    Rule,
-    Separate,
-    Symmetry,
-    at_layer,
-    layer_heads,
-    uniform_heads,
-)
+from gqa.convert.heads.family import SEPARATE, Edits, Family, Symmetry, layer_heads, uniform_heads
+from gqa.convert.heads.layouts import LayerHeads, Rule, Separate
+from gqa.convert.heads.rotary import at_layer
 
 # Symmetries that several model types share.
 LLAMA = Symmetry()

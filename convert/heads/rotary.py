@@ -1,0 +1,67 @@
+"""Rotary embeddings of a layer, by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which of a head's dimensions are rotated.
+
+    Attributes:
+        dims: n, the number of dimensions that are rotated: the first ones.
+        pairing: Whether their pairs are (f, f + n / 2) (`half`) or (2 f, 2 f + 1) (`interleaved`).
+        frequencies: Radians per position of every pair; empty if unknown.
+        longest: Positions of the longest text.
+    """
+
+    dims: int
+    pairing: Pairing = "half"
+    frequencies: tuple[float, ...] = ()
+    longest: int = 1
+
+
+def at_layer(listed: Sequence[Any], layer: int) -> Any:
+    """What a list of the config says of a layer.
+
+    Layers beyond it, which predict further tokens, are like the last.
+    """
+    return listed[min(layer, len(listed) - 1)]
+
+
+def rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, str | None]:
+    """The layer's `rope_parameters`, and its type where they differ by type.
+
+    None for a type that has none.
+    """
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None)
+    kind = at_layer(kinds, layer) if kinds else None
+    if kind in parameters:
+        return parameters[kind], kind
+    return parameters, None
+
+
+def rotary_frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]:
+    """Radians per position of every pair; empty if they are unknown."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters, kind = rope_parameters(config, layer)
+    parameters = parameters or {}
+    initialize = ROPE_INIT_FUNCTIONS.get(parameters.get("rope_type"))
+    if initialize:
+        tensor, *_ = initialize(config, seq_len=length, layer_type=kind)
+        frequencies: list[float] = tensor.tolist()
+        if 2 * len(frequencies) != dims:
+            return []
+        return frequencies
+
+    base = parameters.get("rope_theta")
+    if not base:
+        return []
+    return [base ** (-2 * pair / dims) for pair in range(dims // 2)]
