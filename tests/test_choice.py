@@ -22,7 +22,7 @@ from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
 from gqa.core import devices
 from gqa.core.errors import RefusedError
-from gqa.models import loading
+from gqa.models import tokenizer
 
 PAGE = ROOT / "docs/methods.md"
 HEADER = (
@@ -140,7 +140,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     assert re.match(r"estimate    about \d+ days on cpu; --method calibrated takes ", done.out)
     assert "; --data takes less, because nothing is sampled\n" in done.err
     # The checkpoint has no tokenizer, and only the warning matters
-    monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments, **options: None)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *arguments, **options: None)
     assert run("-g", 2, "--data", "stdlib:train", model).err.endswith(
         "of memory; cpu has 1.0 MiB\n"
     )
