@@ -23,7 +23,7 @@ class Aligned(WeightsMethod):
     """Shared keys and values in closed form, on estimated moments of keys, queries and values."""
 
     name = "aligned"
-    cost = "seconds; for a 7B model minutes, or half an hour on two CPU cores"
+    cost = "seconds; for a 7B model minutes"
     result = "merged in closed form, from the weights"
     example_ratio = "x1.99"
     estimates_inputs = True

@@ -24,7 +24,7 @@ class Refined(TextMethod):
     name = "refined"
     cost = (
         "four forward passes over the text, then 200 steps a layer: 2 to 4 times as long as "
-        "calibrated up to 1.3B parameters (measured), 12 times for 7B on a CPU (estimated)"
+        "calibrated up to 1.3B parameters (measured), about 15 times for 7B on a CPU (estimated)"
     )
     result = "trained layer by layer"
     example_ratio = "x1.11"
