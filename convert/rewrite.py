@@ -43,7 +43,12 @@ class ConvertedCheckpoint(CheckpointWriter):
     def __init__(
         self, plan: Plan, maps: StoredMaps | None, progress: Progress = no_progress
     ) -> None:
-        """`maps`: Those of the plan's method; None if it reads nothing."""
+        """
+        Args:
+            plan: What is written.
+            maps: Those of the plan's method; None if the method reads nothing.
+            progress: Called with numbers of bytes that are written.
+        """
         super().__init__(
             plan.checkpoint,
             {shard.file: shard.tensors for shard in plan.shards},
@@ -56,10 +61,13 @@ class ConvertedCheckpoint(CheckpointWriter):
         self._stop = threading.Event()
 
     def write_shards(self, directory: Path) -> None:
-        """Raises OutputError, and CorruptError for heads with NaN or Inf."""
+        """Write and verify all shards, several at a time.
+
+        Raises OutputError, and CorruptError for heads with NaN or Inf.
+        """
         import torch
 
-        # Merging is memory-bound: one torch thread per shard
+        # Merging is bound by memory, so one torch thread for each shard is enough.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
 
@@ -95,6 +103,7 @@ class ConvertedCheckpoint(CheckpointWriter):
     def _append_tensor(
         self, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]
     ) -> None:
+        """Write one tensor; `buffer`: memory to read into."""
         checkpoint = self.source
         source = tensor.source
         if tensor.copied and checkpoint.has_range(source):
@@ -251,7 +260,9 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
         return np.array_equal(expected, actual)
 
     size = min(SAMPLED_BYTES, spec.nbytes)
-    starts = {0, max(0, spec.nbytes // 2 - SAMPLED_BYTES), max(0, spec.nbytes - SAMPLED_BYTES)}
+    middle = max(0, spec.nbytes // 2 - SAMPLED_BYTES)
+    last = max(0, spec.nbytes - SAMPLED_BYTES)
+    starts = {0, middle, last}
     with source.path(original.file).open("rb", buffering=0) as stream:
         for start in starts:
             expected_block = _read(stream, original.begin + start, size)
@@ -261,6 +272,7 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
 
 
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:
+    """`count` bytes from a position on."""
     stream.seek(position)
     return stream.read(count)
 

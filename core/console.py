@@ -1,4 +1,7 @@
-"""Shared by the commands: version, progress, one-line errors, exit codes. Imports no torch."""
+"""Shared by the commands: version, progress, one-line errors, exit codes, a silent transformers.
+
+Imports no torch.
+"""
 
 import io
 import json
@@ -26,8 +29,8 @@ from gqa.core.errors import (
 )
 
 _LOG_SECONDS = 30.0  # between lines of progress in a log
-_LONGEST_LINE = 4000
-_LONGEST_STAGE = 60
+_LONGEST_LINE = 4000  # characters
+_LONGEST_STAGE = 60  # characters of the name of a stage
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -106,7 +109,7 @@ class Watcher:
             total=total,
             initial=done,
             unit=unit,
-            unit_scale=total > 9999,
+            unit_scale=total > 9999,  # 19.4k instead of 19400
             file=file,
             leave=False,
             dynamic_ncols=interactive,
@@ -122,7 +125,7 @@ class Watcher:
 
         Args:
             count: How many.
-            note: Shown beside the progress.
+            note: Shown next to the progress.
         """
         if note:
             self._bar.set_postfix_str(one_line(note), refresh=False)
@@ -206,14 +209,18 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
         message = _describe_usage(error)
-        see = f" See {program} --help" if message.endswith("?") else f"; see {program} --help"
-        fail(program, message + see, error.exit_code)
+        separator = "; see"
+        if message.endswith("?"):
+            separator = " See"
+        fail(program, f"{message}{separator} {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
     except TerminatedError as error:
         fail(program, f"terminated; {interrupted}", int(str(error)))
     except Exception as error:  # always one line; -v adds the traceback
-        if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
+        # The options may not have been read when the error occurred. -qv counts, too.
+        is_verbose = any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv)
+        if is_verbose:
             print_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
         message, code = _describe_failure(error)
         fail(program, message, code)

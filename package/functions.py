@@ -32,8 +32,8 @@ class Result:
 
     path: Path
     record: Mapping[str, Any] = field(repr=False)
-    # Keeps temporary directories: its own, and that of the result from which this was made, where
-    # this may be.
+    # Keeps temporary directories alive: its own, and that of the result from which it was made, in
+    # which it may lie.
     _directories: Any = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
@@ -76,8 +76,8 @@ class Study:
 
     Attributes:
         path: The directory of the report.
-        rows: Those of results.jsonl, one per configuration.
-        recommendation: What gqa-ablate prints.
+        rows: Those of results.jsonl, one per combination.
+        recommendation: The recommendation that gqa-ablate prints.
     """
 
     path: Path
@@ -107,10 +107,10 @@ def convert_model(
     from gqa.core.console import Watcher
 
     call = options_of_call(ConvertOptions, options, tokenizer, model=model)
-    with call as (settings, directories), Watcher(settings.quiet) as bar:
-        done = convert(prepare(settings, bar), settings, bar)
+    with call as (settings, directories), Watcher(settings.quiet) as watcher:
+        done = convert(prepare(settings, watcher), settings, watcher)
         for warning in done.warnings:
-            bar.warn(warning)
+            watcher.warn(warning)
     return Result(path=done.out, record=done.record, _directories=directories)
 
 
@@ -137,7 +137,7 @@ def uptrain_model(
     with call as (settings, directories), fresh_accelerator(), Watcher(settings.quiet) as watcher:
         run = prepare(settings, watcher=watcher)
         _, record = uptrain(run, watcher)
-    assert run.options.output
+    assert run.options.output  # `prepare` decides it
     return Result(path=run.options.output, record=record, _directories=directories)
 
 
@@ -154,8 +154,11 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     from gqa.eval.evaluate import measure
     from gqa.eval.report import open_report, write_report
 
-    subjects = models[0] if len(models) == 1 and isinstance(models[0], EvaluateOptions) else models
-    with options_of_call(EvaluateOptions, options, tokenizer, models=subjects) as (settings, _):
+    compared: Any = models
+    if len(models) == 1 and isinstance(models[0], EvaluateOptions):
+        compared = models[0]  # all options, the models among them
+
+    with options_of_call(EvaluateOptions, options, tokenizer, models=compared) as (settings, _):
         settings.refuse_conflicts()
         with open_report(settings) as report:
             record = measure(settings, ())
@@ -169,7 +172,8 @@ def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: An
     report to `output`. The same call continues a study that was stopped.
 
     Args:
-        model: As of `convert_model`. Or all options as `AblateOptions`.
+        model: The base model, as in `convert_model`. Or all options as `AblateOptions`.
+        tokenizer: Of a loaded model.
         options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`,
             `methods=["mean", "aligned"]`, `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
     """
