@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gqa.checkpoint.base_model import find_local_base
-from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.convert.advice import evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import is_self, parse_self
@@ -68,10 +67,9 @@ def _baseline(run: Run) -> str:
     """
     if run.options.distills:
         return run.options.teacher
-    record: Any = read_record(run.checkpoint, PROVENANCE)
-    source = record.get("source") if isinstance(record, dict) else None
-    base = find_local_base(run.checkpoint, source) if isinstance(source, dict) else None
-    return base or run.options.model
+
+    base_record = object_in(read_record(run.checkpoint, PROVENANCE), "source")
+    return find_local_base(run.checkpoint, base_record) or run.options.model
 
 
 def _as_typed(name: str) -> str:
