@@ -33,7 +33,7 @@ _COUNTS = re.compile(
 _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_encoder|num_decoder)_layers?|depth")
 # Those that are a dimension of some stored tensor.
 _SIZES = re.compile(
-    r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim"
+    r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim|rotary_dim"
 )
 _MOST_PACKED = 8  # numbers of a quantized model in one stored number
 # Rows of tables that need not be stored: positions may be computed, and the vocabulary of an outer

@@ -26,7 +26,8 @@ PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 METRICS = "gqa_uptraining.jsonl"
 _CODE_TOKENIZER = re.compile(
-    r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$"
+    r"\.py$|\.model$|\.tiktoken$|\.jinja$|^tekken\.json$"
+    r"|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$"
 )
 
 

@@ -445,10 +445,12 @@ def merge_tables(
 
 def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[TensorSpec]]:
     """The memory-mapped tensors of a `.bin`, and their table; unpickles plain tensors only."""
-    state = _unpickle(member_path(directory, file), file)
+    path = member_path(directory, file)
+    state = _unpickle(path, file)
 
     table = []
     end = 0
+    repeated_bytes = 0
     items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
     for name, tensor in items:
         dtype = _storage_dtype(name, tensor)
@@ -457,6 +459,14 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
                 f"{file} holds something other than named dense tensors of "
                 f"{listing(SAFETENSORS_OF_TORCH, 20)}: "
                 f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
+            )
+        # A view may repeat the same numbers any number of times
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:
+            repeated_bytes += tensor.nbytes
+        if repeated_bytes > path.stat().st_size:
+            raise CorruptError(
+                f"{file} repeats stored numbers to tensors larger than itself: {name[:99]!r}; save "
+                "the checkpoint as safetensors first"
             )
         begin = end
         end = end + tensor.nbytes
@@ -492,6 +502,7 @@ def _storage_dtype(name: Any, tensor: Any) -> str | None:
         return None
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
+
     return SAFETENSORS_OF_TORCH.get(str(tensor.dtype).removeprefix("torch."))
 
 
@@ -544,8 +555,8 @@ def _is_read_by_libraries(name: str) -> bool:
 
 
 def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of all files below a directory; and by name, why a directory is not listed: a link that
-    leaves, or one that cannot be read.
+    """Names of all files below a directory that are not hidden; and by name, why a directory is not
+    listed: a link that leaves, or one that cannot be read.
 
     Links to directories are followed as those of files. One that leads to where it is, or where
     another link leads, is ignored: its files are listed already.
@@ -566,6 +577,8 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
             continue
 
         for path in paths:
+            if path.name.startswith("."):  # hidden files are not part of a model
+                continue
             name = path.relative_to(directory).as_posix()
             if not path.is_dir():
                 names.append(name)

@@ -110,13 +110,13 @@ def next_line(
     if command:
         return (
             f"for better quality convert again on {CalibrationText.tokens:,} tokens of text, the "
-            f"default, before you distill: {command}"
+            f"default, before you uptrain it: {command}"
         )
 
     command = training_command(plan, options, out, source)
     if not command:
         return ""
-    goal = "for better quality distill from the base model"
+    goal = "for better quality uptrain it"
     if _fits_training(plan, options):
         return f"{goal}: {command}"
     needed = size(default_training_memory(plan, options.maps_options.device))
@@ -223,7 +223,7 @@ def default_training_memory(plan: Plan, device: str) -> int:
     shared = 0
     autocast = devices.native_bfloat16(device)
     assert plan.merge_method is not None
-    if plan.merge_method.reads != "nothing":  # then attention alone trains
+    if plan.merge_method.computes_maps:  # then attention alone trains
         attention = tuple(f"{module.path}." for module in plan.modules)
         trained = sum(one.numel for one in plan.tensors if one.name.startswith(attention))
         if autocast:
@@ -243,7 +243,7 @@ def default_training_memory(plan: Plan, device: str) -> int:
         shared=shared,
     )
     activations = activation_memory(
-        hidden_size=int(plan.config.text.hidden_size),
+        hidden_size=int(plan.config.text_config.hidden_size),
         layers=plan.config.layers,
         tokens=block,
         number_bytes=number_bytes,
@@ -305,7 +305,7 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
 
 def _conversion_words(plan: Plan, options: ConvertOptions, method: Method) -> list[str]:
     """gqa-convert of the same model to the same heads, by a method."""
-    counts = (plan.groups,) if isinstance(plan.groups, int) else plan.groups
+    counts = (plan.kv_heads,) if isinstance(plan.kv_heads, int) else plan.kv_heads
     heads = ",".join(map(str, counts))
     return ["gqa-convert", operand(options.model), "--kv-heads", heads, "--method", method.name]
 

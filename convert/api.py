@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert import advice
 from gqa.convert.card import model_card
+from gqa.convert.find_maps import with_maps
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.config_edits import valid_groups
-from gqa.convert.heads.family import Groups
+from gqa.convert.heads.config_edits import valid_kv_heads
+from gqa.convert.heads.family import KVCounts
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods.table import MEASURES_LAYERS
+from gqa.convert.methods.table import BUDGET_METHOD
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
@@ -29,7 +29,7 @@ from gqa.convert.recast.targets import recast_as_is
 from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
-from gqa.core.errors import LayerwiseError, RefusedError, alternatives, plural
+from gqa.core.errors import RefusedError, alternatives, plural
 from gqa.core.options import parameters_in_errors
 
 __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversion", "prepare"]
@@ -74,8 +74,9 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     # Check plan and output before fetching weights and measuring layers.
     share = options.kv_budget
     heads = uneven_heads(checkpoint, share)
-    make_plan(checkpoint, heads, MEASURES_LAYERS)  # which must fit the model too
+    make_plan(checkpoint, heads, BUDGET_METHOD)  # which must fit the model too
     plan_to_check = _plan(checkpoint, heads, options)
+    options.maps_options.text.check_sources(checkpoint)  # read whatever the method reads
     open_output(options, plan_to_check)
 
     fetch_weights(checkpoint)
@@ -91,7 +92,7 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     count = config.main_heads.kv
-    allowed = valid_groups(config)
+    allowed = valid_kv_heads(config)
     fewer = [groups for groups in allowed if groups < count]
     return RefusedError(
         f"--kv-heads is missing; {checkpoint.name} has {plural(count, 'KV head')}: pass "
@@ -101,12 +102,12 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
 
 def _plan(
     checkpoint: Checkpoint,
-    groups: Groups,
+    kv_heads: KVCounts,
     options: ConvertOptions,
     losses: Sequence[Mapping[int, float]] = (),
 ) -> Plan:
     """The plan of these options, with text that can be used if the method reads any."""
-    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype, losses)
+    plan = make_plan(checkpoint, kv_heads, options.method, options.seed, options.dtype, losses)
     if plan.reads_text:
         options.maps_options.text.check_sources(checkpoint)
     return plan
@@ -147,47 +148,24 @@ def convert(
         OutputError: The result could not be written or did not verify; nothing is left at the
         output.
     """
-    out = output_of(options, plan)
-    command = request(options, argv)
-    how = None
-    if plan.needs_maps:
-        how = maps_options or options.maps_options  # refuses a device that cannot be used
+    call = request(options, argv)
+    if plan.needs_maps and maps_options is None:
+        maps_options = options.maps_options  # refuses a device that cannot be used
     output = open_output(options, plan)
+    out = output.out
     fetch_weights(plan.checkpoint)
 
-    with output, _maps_of_plan(plan, out, how, watcher, options.overwrite) as maps:
+    with output, with_maps(plan, out, maps_options, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
         record = ConvertedCheckpoint(plan, maps, watcher.update).write(
             output,
             PROVENANCE,
-            provenance(plan, maps, out, command),
-            {"README.md": model_card(plan, maps, out.name, command)},
+            provenance(plan, maps, out, call),
+            {"README.md": model_card(plan, maps, out.name, call)},
         )
 
     result_warnings = advice.warnings(plan, maps, options, out, record["source"])
     return Conversion(out, plan, maps, (*plan.warnings, *result_warnings), record)
-
-
-@contextmanager
-def _maps_of_plan(
-    plan: Plan, out: Path, options: MapsOptions | None, watcher: Watcher, overwrite: bool
-) -> Iterator[StoredMaps | None]:
-    """The maps of the plan's method, while the block runs; None without `options`.
-
-    A model that cannot be run layer by layer is refused with the methods that read no text.
-    """
-    if options is None:
-        yield None
-        return
-
-    from gqa.convert.find_maps import with_maps  # here: importing models takes seconds
-
-    try:
-        with with_maps(plan, out, options, watcher, overwrite=overwrite) as maps:
-            yield maps
-    except LayerwiseError as error:
-        usable = (method.name for method in plan.available_methods if method.reads != "text")
-        raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
 
 
 def plan_conversion(

@@ -8,7 +8,7 @@ from typing import Any
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.heads.family import groups_text
+from gqa.convert.heads.family import kv_heads_text
 from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.plan import Plan
 from gqa.convert.summary import (
@@ -128,9 +128,9 @@ def quality_paragraph(level: Level, text: str) -> str:
 def _tags(plan: Plan) -> list[str]:
     """Tags at the hub: the tool, and the kind of attention."""
     kind = "grouped-query-attention"  # also where layers differ
-    if plan.groups == plan.config.main_heads.query:
+    if plan.kv_heads == plan.config.main_heads.query:
         kind = "multi-head-attention"
-    elif plan.groups == 1:
+    elif plan.kv_heads == 1:
         kind = "multi-query-attention"
     return ["gqa-convert", kind]
 
@@ -138,7 +138,7 @@ def _tags(plan: Plan) -> list[str]:
 def _summary(plan: Plan) -> str:
     """One paragraph: the base model, and what became of its heads and its KV cache."""
     main = plan.config.main_heads
-    instead = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
+    instead = f"with {kv_heads_text(plan.kv_heads)} instead of {main.kv} key/value heads"
     if plan.merge_method is not None:
         change = f"{instead}, {plan.merge_method.result} (`--method {plan.merge_method.name}`)"
     elif plan.method_name == "repeat":
@@ -162,7 +162,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
     base = plan.checkpoint
     return [
         ("", "base model", "this model"),
-        ("key/value heads", str(plan.config.main_heads.kv), groups_text(plan.groups)),
+        ("key/value heads", str(plan.config.main_heads.kv), kv_heads_text(plan.kv_heads)),
         *cache_rows(plan_record(plan)["kv_cache"]),
         ("parameters", f"{base.parameters:,}", f"{plan.parameters_after:,}"),
         ("weights", size(base.nbytes), size(plan.total_bytes)),
@@ -172,7 +172,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
 def _notes(plan: Plan) -> list[str]:
     """Paragraphs about the class of the model."""
     notes = []
-    differs_by_layer = isinstance(plan.groups, tuple)
+    differs_by_layer = isinstance(plan.kv_heads, tuple)
     view_kind = plan.checkpoint.view_kind
     if view_kind:
         source, target = map(str, plan.checkpoint.classes)
@@ -203,7 +203,7 @@ def _quality(maps: StoredMaps | None) -> str:
 
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the method used."""
-    options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method_name}
+    options: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method_name}
     if plan.merge_method is not None:
         used = options_of(plan.merge_method)
         for name in ConvertOptions.__dataclass_fields__:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gqa.convert.merge.workload import Workload
 
 _BENCHMARK_SECONDS = 0.2
+_WIDEST = 8192  # wider products are no faster
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 # Seconds in which a layer computes one position of all texts of a batch, however small it is. On a
 # GPU Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
@@ -37,14 +38,17 @@ _FLOAT32_BYTES = 4
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
     """Seconds that a method takes, and the most bytes of memory that it needs on its device.
 
-    On a CPU these include those of the process itself (`runtime_memory`). The first call times the
-    device for a fifth of a second.
+    On a CPU these include what writing takes and the process itself (`runtime_memory`). The first
+    call times the device for a fifth of a second.
     """
     seconds = plan.total_bytes / _BYTES_A_SECOND
-    memory = _writing_memory(plan) + runtime_memory(options.device)
+    memory = 0
+    if options.device.startswith("cpu"):
+        memory = _writing_memory(plan) + runtime_memory()
     if isinstance(method, MapsMethod):
         workload = method.workload(plan, options)
-        seconds += workload_seconds(workload, options.device, int(plan.config.text.hidden_size))
+        width = int(plan.config.text_config.hidden_size)
+        seconds += workload_seconds(workload, options.device, width)
         memory += workload.memory
     return seconds, memory
 
@@ -70,13 +74,11 @@ def duration(seconds: float) -> str:
 
 
 @cache
-def runtime_memory(device: str) -> int:
-    """Bytes that this process has on a device before it converts: on a CPU Python, torch,
-    transformers and what is loaded so far. Measured when it is first called; more is loaded later,
-    if text runs through the model.
+def runtime_memory() -> int:
+    """Bytes of CPU memory that this process has before it converts: Python, torch, transformers and
+    what is loaded so far. Measured when it is first called; more is loaded later, if text runs
+    through the model.
     """
-    if not device.startswith("cpu"):
-        return 0
     import transformers.modeling_utils  # noqa: F401  # every method loads it sooner or later
 
     return peak_memory()
@@ -84,8 +86,10 @@ def runtime_memory(device: str) -> int:
 
 @cache
 def measure_flops(device: str, width: int, dtype: str = "float32") -> float:
-    """Operations per second of a matrix product of this width."""
+    """Operations per second of a matrix product of this width, at most `_WIDEST`."""
     import torch
+
+    width = min(width, _WIDEST)  # a config may state any
 
     rows = torch.randn(2048, width, dtype=getattr(torch, dtype), device=device)
     square = torch.randn(width, width, dtype=rows.dtype, device=device)

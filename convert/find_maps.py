@@ -18,27 +18,32 @@ from gqa.convert.methods.maps_method import MapsMethod
 from gqa.convert.plan import Plan
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import out_of_memory
-from gqa.core.errors import NoMemoryError, RefusedError
+from gqa.core.errors import LayerwiseError, NoMemoryError, RefusedError, alternatives
 
 
 @contextmanager
 def with_maps(
     plan: Plan,
     out: Path,
-    options: MapsOptions,
+    options: MapsOptions | None,
     watcher: Watcher = SILENT,
-    *,
     overwrite: bool = False,
-) -> Iterator[StoredMaps]:
-    """Yield the maps of a plan's method, which exist while the block runs.
+) -> Iterator[StoredMaps | None]:
+    """Yield the maps of a plan's method, which exist while the block runs; None if the plan needs
+    no maps, which alone needs no `options`.
 
     Layers calibrated on text are stored beside `out` until the block succeeds, so that the same
     call can continue after the last of them.
 
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and CorpusError. A model that cannot be run layer by layer is refused with
+    the methods that read no text.
     """
     method = plan.merge_method
-    assert isinstance(method, MapsMethod)
+    if not isinstance(method, MapsMethod):
+        yield None
+        return
+
+    assert options is not None
     description = _description(plan, method, options)
     layers = FinishedLayers(out, description, overwrite, holds_out=options.check)
     is_continued = layers.count > 0
@@ -51,9 +56,12 @@ def with_maps(
             layers.remove()
         else:
             layers.remove_unless_continuable()
-        if not out_of_memory(error):
-            raise
-        raise NoMemoryError(method.out_of_memory_message(options)) from error
+        if out_of_memory(error):
+            raise NoMemoryError(method.out_of_memory_message(options)) from error
+        if isinstance(error, LayerwiseError):
+            usable = (other.name for other in plan.available_methods if other.reads != "text")
+            raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
+        raise
 
     try:
         yield layers.stored_maps(quality)
@@ -68,7 +76,7 @@ def _description(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[s
     grouping = "search" if plan.searches(options.grouping) else "contiguous"
     description = {
         "method": method.name,
-        "groups": plan.groups,
+        "groups": plan.kv_heads,
         "grouping": grouping,
         "name": plan.checkpoint.hub_id or plan.checkpoint.name,
         "model": checkpoint_digest(plan.checkpoint),

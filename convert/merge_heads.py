@@ -36,7 +36,7 @@ def _head_merge(plan: Plan, maps: StoredMaps | None, change: Change) -> MergeHea
     if module_maps is not None:
         return module_maps.merge
     assert plan.merge_method is not None
-    return plan.merge_method.head_merge(change, plan.config, plan.seed)
+    return plan.merge_method.merge_without_maps(change, plan.config, plan.seed)
 
 
 def repeat_heads(change: Change, role: Role, heads: Tensor) -> Tensor:

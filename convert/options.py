@@ -11,7 +11,7 @@ from typing import Literal
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
-from gqa.convert.methods.table import DEFAULT, MEASURES_LAYERS, METHODS
+from gqa.convert.methods.table import BUDGET_METHOD, DEFAULT_METHOD, METHODS
 from gqa.core.errors import RefusedError, alternatives
 from gqa.core.option_types import COUNT, SEED, KVHeads, Number, OneOf, Text, tokens_type
 from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, flag, option
@@ -41,15 +41,16 @@ class ConvertOptions(Options):
     )
     kv_budget: float | None = option(
         None,
-        "Share of the KV cache to keep, like 0.5, instead of --kv-heads. The command then chooses "
+        "Share of all KV heads to keep, like 0.5, instead of --kv-heads. The command then chooses "
         "the number of KV heads of each layer by the loss that each number causes. It runs the "
-        "model to measure that, so it cannot be combined with --dry-run.",
+        "model to measure that, so it cannot be combined with --dry-run. Unless all layers get the "
+        "same number, the result needs --trust-remote-code, and some engines cannot load it.",
         Number(float, "above 0 below 1"),
         metavar="FRACTION",
         group=MAIN,
     )
     method: str = option(
-        DEFAULT,
+        DEFAULT_METHOD,
         "How to merge KV heads; see the table below.",
         OneOf((*METHODS,)),
         metavar="METHOD",
@@ -81,9 +82,10 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Calibration tokens. Of self, up to a sixth (at most 8,192) measure the quality instead. "
-        "Sources share the tokens equally; general next to others gets a quarter, at most 12,288. "
-        "The tokens of self:TOKENS are added to this number.",
+        "Calibration tokens. Of the tokens of self, up to a sixth (at most 8,192) are kept to "
+        "measure the quality; they are not calibrated on. Sources share the tokens equally; "
+        "general next to others gets a quarter, at most 12,288. The tokens of self:TOKENS are "
+        "added to this number.",
         tokens_type(),
         metavar="COUNT",
         setting="text",
@@ -91,7 +93,7 @@ class ConvertOptions(Options):
     )
     context: int = option(
         CalibrationText.length,
-        "Tokens per calibration block: about the length of the prompts that you serve.",
+        "Tokens per calibration block. Use the length of your requests: prompt plus answer.",
         tokens_type(2),
         metavar="COUNT",
         setting="text",
@@ -132,7 +134,7 @@ class ConvertOptions(Options):
     )
     refine_steps: int = option(
         Refinement.steps,
-        "Training steps per layer (--method refined).",
+        "Steps that adjust each attention layer (--method refined).",
         COUNT,
         setting="training",
         group="Merging",
@@ -148,7 +150,7 @@ class ConvertOptions(Options):
     )
     precision: Literal["float32", "bfloat16", "float16"] = option(
         "float32",
-        "Dtype of the computation; 16 bits are less accurate.",
+        "Dtype of the computation. 16 bits need less memory and are less accurate.",
         setting="text",
         group=HARDWARE,
     )
@@ -157,12 +159,14 @@ class ConvertOptions(Options):
         None, "Dtype of the stored weights.  [default: unchanged]", group=MODEL
     )
     revision: str | None = option(
-        None, "Branch, tag or commit of a hub id.", metavar="NAME", group=MODEL
+        None,
+        "Branch, tag or commit of a hub id.  [default: the main branch]",
+        metavar="NAME",
+        group=MODEL,
     )
     trust_remote_code: bool = option(
         False,
         "Run the Python code in the checkpoint. It can do anything on this machine: read it first.",
-        setting="text",
         group=MODEL,
     )
 
@@ -235,7 +239,7 @@ class ConvertOptions(Options):
 
         methods = [self.method]
         if self.kv_budget:
-            methods.append(MEASURES_LAYERS)
+            methods.append(BUDGET_METHOD)
         refuse_unused(self, methods, f"--method {self.method}")
 
     def _data_states_tokens(self) -> bool:

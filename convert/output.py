@@ -19,13 +19,15 @@ def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     """`MODEL-gqa4-refined` next to a local model, in the working directory for a hub id.
 
     `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
-    heads differ by layer and 56 % of the KV cache remains.
+    heads differ by layer and 56 % of them remain, or with `--kv-budget 0.56`.
     """
-    if isinstance(plan.groups, tuple):
-        heads = sum(plan.groups) / len(plan.groups)
+    if options.kv_budget:  # known before the heads of each layer are chosen
+        suffix = f"-kv{100 * options.kv_budget:.0f}"
+    elif isinstance(plan.kv_heads, tuple):
+        heads = sum(plan.kv_heads) / len(plan.kv_heads)
         suffix = f"-kv{100 * heads / plan.config.main_heads.kv:.0f}"
     else:
-        suffix = heads_suffix(plan.groups)
+        suffix = heads_suffix(plan.kv_heads)
     if plan.merge_method is not None:
         suffix += f"-{method}"
     return default_output(plan.checkpoint.hub_id or options.model, suffix)

@@ -1,4 +1,5 @@
-"""A plan: everything about a conversion that config and headers decide. Nothing changes it.
+"""A plan: everything about a conversion that config and headers decide and, with --kv-budget, what
+was measured to choose the heads. Nothing changes it.
 
 `make_plan` (planning.py) makes it; writer, card, record and summary read it.
 """
@@ -14,7 +15,7 @@ from typing import Any
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig
-from gqa.convert.heads.family import Groups
+from gqa.convert.heads.family import KVCounts
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.heads.modules import AttentionModule, Change
 from gqa.convert.methods.base import Method
@@ -60,7 +61,7 @@ class Shard:
 class Plan:
     """Everything about a conversion that can be known from config and headers.
 
-    groups: G of the result.
+    kv_heads: KV heads of the result.
     merge_method: The method; None if no heads are merged.
     available_methods: Those that can merge the heads of the model, without controls, worst quality
         first; empty if no heads are merged.
@@ -79,7 +80,7 @@ class Plan:
 
     checkpoint: Checkpoint
     config: ModelConfig
-    groups: Groups
+    kv_heads: KVCounts
     merge_method: Method | None
     available_methods: tuple[Method, ...]
     can_regroup: bool
@@ -97,8 +98,8 @@ class Plan:
 
     @property
     def fewest(self) -> int:
-        """G of the layer that has the fewest."""
-        return fewest_heads(self.groups)
+        """KV heads of the layer that has the fewest."""
+        return fewest_heads(self.kv_heads)
 
     @property
     def method_name(self) -> str:
@@ -115,7 +116,7 @@ class Plan:
     @property
     def needs_maps(self) -> bool:
         """Whether maps must be computed from weights or text first."""
-        return self.merge_method is not None and self.merge_method.reads != "nothing"
+        return self.merge_method is not None and self.merge_method.computes_maps
 
     def searches(self, grouping: str) -> bool:
         """Whether to search for the groups with the least loss, by the option `--grouping`."""
@@ -144,6 +145,6 @@ class Plan:
         return sum(tensor.numel for tensor in self.tensors)
 
 
-def fewest_heads(groups: Groups) -> int:
-    """G of the layer that has the fewest."""
-    return groups if isinstance(groups, int) else min(groups)
+def fewest_heads(kv_heads: KVCounts) -> int:
+    """KV heads of the layer that has the fewest."""
+    return kv_heads if isinstance(kv_heads, int) else min(kv_heads)

@@ -15,8 +15,8 @@ from gqa.checkpoint.model_config import culprit
 from gqa.checkpoint.read import SAFETENSORS_OF_TORCH, TORCH_OF_SAFETENSORS, Checkpoint
 from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import ModelConfig, read_config
-from gqa.convert.heads.config_edits import edit_config, valid_groups
-from gqa.convert.heads.family import Groups, Symmetry
+from gqa.convert.heads.config_edits import edit_config, valid_kv_heads
+from gqa.convert.heads.family import KVCounts, Symmetry
 from gqa.convert.heads.kv_cache import kv_cache
 from gqa.convert.heads.layouts import Layout, Rule
 from gqa.convert.heads.modules import (
@@ -44,7 +44,7 @@ _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_pr
 
 def make_plan(
     checkpoint: Checkpoint,
-    groups: Groups,
+    kv_heads: KVCounts,
     method: str,
     seed: int = 0,
     dtype: str | None = None,
@@ -54,7 +54,7 @@ def make_plan(
 
     Args:
         checkpoint: The base model.
-        groups: G of the result, one number or one for each layer; if they are the same in all
+        kv_heads: Of the result, one number or one for each layer; if they are the same in all
             layers they become one number.
         method: The name of the method that merges heads.
         seed: Of random heads, and of text.
@@ -67,7 +67,7 @@ def make_plan(
 
     def plan_with(config: dict[str, Any]) -> Plan:
         view = replace(checkpoint, config=config)
-        return _plan(view, groups, METHODS[method], seed, dtype, losses)
+        return _plan(view, kv_heads, METHODS[method], seed, dtype, losses)
 
     try:
         return plan_with(checkpoint.config)
@@ -83,7 +83,7 @@ def make_plan(
 
 def _plan(
     checkpoint: Checkpoint,
-    requested: Groups,
+    requested: KVCounts,
     method: Method,
     seed: int,
     dtype: str | None,
@@ -91,22 +91,22 @@ def _plan(
 ) -> Plan:
     """The plan of a conversion from its arguments; see `make_plan`."""
     # 1. The model, in a class that can have so many heads.
-    groups = _one_number(requested)
-    if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
-        checkpoint = recast(checkpoint, groups)
+    kv_heads = _one_number(requested)
+    if isinstance(kv_heads, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
+        checkpoint = recast(checkpoint, kv_heads)
     config = read_config(checkpoint.config, checkpoint.name)
-    check_groups(config, requested, groups, checkpoint.name)
+    check_kv_heads(config, requested, kv_heads, checkpoint.name)
     modules = attention_modules(checkpoint, config)
 
     # 2. The method, if any heads are merged.
-    merge_method = method if fewest_heads(groups) < config.main_heads.kv else None
+    merge_method = method if fewest_heads(kv_heads) < config.main_heads.kv else None
     available: tuple[Method, ...] = ()
     if merge_method is not None:
         _check_method(merge_method, checkpoint, config, modules)
         available = _available_methods(checkpoint, config, modules)
 
     # 3. The tensors.
-    changes = _changes(config, modules, groups, merge_method)
+    changes = _changes(config, modules, kv_heads, merge_method)
     if dtype and checkpoint.packed:
         raise RefusedError(
             f"--dtype cannot be used because {checkpoint.name} has quantized weights; remove "
@@ -117,7 +117,7 @@ def _plan(
 
     # 4. config.json, and the KV cache by both configs.
     is_packed = bool(checkpoint.packed)
-    new_config, edits = edit_config(config, groups, checkpoint.name, dtype, is_packed)
+    new_config, edits = edit_config(config, kv_heads, checkpoint.name, dtype, is_packed)
     cached = cached_layers(modules, config)
     kv_dtype = modules[0].kv_dtype(config)
     cache_before = kv_cache(config, cached, kv_dtype)
@@ -129,10 +129,10 @@ def _plan(
     return Plan(
         checkpoint=checkpoint,
         config=config,
-        groups=groups,
+        kv_heads=kv_heads,
         merge_method=merge_method,
         available_methods=available,
-        can_regroup=_can_regroup(config, groups, merge_method),
+        can_regroup=_can_regroup(config, kv_heads, merge_method),
         seed=seed,
         modules=tuple(modules),
         changes=changes,
@@ -142,39 +142,39 @@ def _plan(
         cache_before=cache_before,
         cache_after=cache_after,
         dtype=stored_dtype,
-        warnings=(*_warnings(checkpoint, config, groups), *load_warnings),
+        warnings=(*_warnings(checkpoint, config, kv_heads), *load_warnings),
         losses=losses,
     )
 
 
-def _one_number(groups: Groups) -> Groups:
+def _one_number(kv_heads: KVCounts) -> KVCounts:
     """One number if all layers have the same."""
-    if isinstance(groups, tuple) and len(set(groups)) == 1:
-        return groups[0]
-    return groups
+    if isinstance(kv_heads, tuple) and len(set(kv_heads)) == 1:
+        return kv_heads[0]
+    return kv_heads
 
 
 # -------------------------------------------------------------------------------- checks of options
 
 
-def check_groups(config: ModelConfig, requested: Groups, groups: Groups, name: str) -> None:
+def check_kv_heads(config: ModelConfig, requested: KVCounts, kv_heads: KVCounts, name: str) -> None:
     """Raise RefusedError for a number of KV heads that the model or a layer of it cannot have.
 
     Args:
         config: Of the base model.
         requested: The numbers as the user passed them.
-        groups: The same, but one number if all layers have the same.
+        kv_heads: The same, but one number if all layers have the same.
         name: Of the base model.
     """
     main = config.main_heads
-    allowed = valid_groups(config)
+    allowed = valid_kv_heads(config)
 
     if isinstance(requested, tuple) and len(requested) != config.layers:
         raise RefusedError(
             f"--kv-heads has numbers for {len(requested)} layers, but {name} has {config.layers} "
             "layers; pass one number per layer, or one number for all"
         )
-    if isinstance(groups, tuple):
+    if isinstance(kv_heads, tuple):
         base_counts = {config.heads(layer).kv for layer in range(config.layers)}
         if len(base_counts) > 1:
             raise RefusedError(
@@ -183,22 +183,22 @@ def check_groups(config: ModelConfig, requested: Groups, groups: Groups, name: s
             )
         allowed = [count for count in allowed if count <= main.kv]
 
-    counts = {groups} if isinstance(groups, int) else set(groups)
+    counts = {kv_heads} if isinstance(kv_heads, int) else set(kv_heads)
     impossible = counts.difference(allowed)
-    if impossible:
-        count = min(impossible)
-        note = f" ({config.family.note})" if config.family.note else ""
-        is_by_layer = isinstance(groups, tuple)
-        changing = [count for count in allowed if is_by_layer or count != main.kv]
-        option = f"--kv-heads {count}"
-        if isinstance(groups, tuple):
-            option += f" of layer {groups.index(count)}"
-        if count < main.kv and main.kv % count:
-            why = f"does not divide the {main.kv} KV heads of {name}"
-        else:
-            heads = f"{main.kv} KV heads and {main.query} query heads"
-            why = f"is not possible for the {heads} of {name}"
-        raise RefusedError(f"{option} {why}{note}; pass {alternatives(changing or allowed)}")
+    if not impossible:
+        return
+
+    worst = min(impossible)
+    option = f"--kv-heads {worst}"
+    suggested = [count for count in allowed if count != main.kv] or allowed
+    if isinstance(kv_heads, tuple):
+        option += f" of layer {kv_heads.index(worst)}"
+        suggested = allowed
+    why = f"is not possible for the {main.kv} KV heads and {main.query} query heads of {name}"
+    if worst < main.kv and main.kv % worst:
+        why = f"does not divide the {main.kv} KV heads of {name}"
+    note = f" ({config.family.note})" if config.family.note else ""
+    raise RefusedError(f"{option} {why}{note}; pass {alternatives(suggested)}")
 
 
 def _check_method(
@@ -233,12 +233,12 @@ def _available_methods(
     )
 
 
-def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | None) -> bool:
+def _can_regroup(config: ModelConfig, kv_heads: KVCounts, merge_method: Method | None) -> bool:
     """Whether groups can be searched for: maps can reorder heads, into more than one partition."""
     symmetry = config.symmetry
-    if merge_method is None or merge_method.reads == "nothing" or isinstance(symmetry, str):
+    if merge_method is None or not merge_method.computes_maps or isinstance(symmetry, str):
         return False
-    if not symmetry.can_reorder_heads(config.text):
+    if not symmetry.can_reorder_heads(config.text_config):
         return False
 
     heads = config.main_heads
@@ -248,7 +248,7 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
         return False
 
     # Into one group, or as many as heads, they can be divided in one way only.
-    counts = [groups] if isinstance(groups, int) else groups
+    counts = [kv_heads] if isinstance(kv_heads, int) else kv_heads
     return any(1 < count < heads.kv for count in counts)
 
 
@@ -258,7 +258,7 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
 def _changes(
     config: ModelConfig,
     modules: Sequence[AttentionModule],
-    groups: Groups,
+    kv_heads: KVCounts,
     merge_method: Method | None,
 ) -> dict[str, tuple[Change, ...]]:
     """By path of an attention module, its tensors that change.
@@ -267,13 +267,13 @@ def _changes(
     """
     # Maps change queries and outputs too.
     extra: tuple[Rule, ...] = ()
-    if merge_method is not None and merge_method.reads != "nothing":
+    if merge_method is not None and merge_method.computes_maps:
         symmetry = config.symmetry
         extra = symmetry.query_side_rules if isinstance(symmetry, Symmetry) else _UNALIGNED
 
     changes = {}
     for module in modules:
-        all_changes = module_changes(module, config, groups, extra)
+        all_changes = module_changes(module, config, kv_heads, extra)
         changed = [change for change in all_changes if change.groups != change.heads.kv]
         if changed:
             changes[module.path] = tuple(changed)
@@ -307,9 +307,9 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
     return tuple(Shard(name, tensors) for name, tensors in zip(names, contents, strict=True))
 
 
-def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> Iterable[str]:
+def _warnings(checkpoint: Checkpoint, config: ModelConfig, kv_heads: KVCounts) -> Iterable[str]:
     """What a user should know of the result and its files."""
-    if groups == config.main_heads.kv:
+    if kv_heads == config.main_heads.kv:
         yield (
             f"{checkpoint.name} has {plural(config.main_heads.kv, 'KV head')} already: no heads "
             "are merged, and the KV cache stays as large as it is"

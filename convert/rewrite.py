@@ -207,14 +207,14 @@ def verify(plan: Plan, work: Path) -> None:
 
         for layer in range(config.layers):
             actual = config.heads(layer).kv
-            expected = target_heads(plan.config, layer, plan.groups).kv
+            expected = target_heads(plan.config, layer, plan.kv_heads).kv
             if actual != expected:
                 raise verification_error(
                     f"layer {layer} has {actual} KV heads instead of {expected}"
                 )
 
         for module in attention_modules(written, config):
-            module_changes(module, config, plan.groups)  # checks shapes against the config
+            module_changes(module, config, plan.kv_heads)  # checks shapes against the config
     except RefusedError as error:
         raise verification_error(str(error)) from error
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gqa.checkpoint.provenance import relative_path, stamp, versions
 from gqa.convert.head_maps import StoredMaps
-from gqa.convert.heads.family import groups_text
+from gqa.convert.heads.family import kv_heads_text
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
 from gqa.core.errors import one_line
@@ -176,11 +176,11 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     record: dict[str, Any] = {
         "model": checkpoint.hub_id or checkpoint.name,
         "revision": checkpoint.revision,
-        "model_type": plan.config.text.model_type,
+        "model_type": plan.config.text_config.model_type,
         "family": plan.config.family.name,
         "recast": _recast_record(plan),
         "method": plan.method_name,
-        "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
+        "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.kv_heads},
         "config_edits": list(plan.config_edits),
         "changed_tensors": [
             {
@@ -207,7 +207,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     if plan.losses:
         record["allotment"] = {
             "kv_budget": kv_budget,
-            "heads": plan.groups,
+            "heads": plan.kv_heads,
             "nats": plan.losses,
         }
     return record
@@ -255,7 +255,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
         lines.append(f"class       {classes}, {plan.checkpoint.view_kind}")
 
     heads = record["heads"]
-    kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} KV"
+    kv_heads = f"{heads['kv_before']} -> {kv_heads_text(plan.kv_heads)} KV"
     lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method_name})")
     lines.append(f"KV cache    {kv_line(plan)}")
 
@@ -270,7 +270,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     for shard in record["shards"]:
         contents = f"{shard['bytes']:,} bytes, {shard['tensors']} tensors"
         lines.append(f"shard       {shard['file']}: {contents}")
-    if isinstance(plan.groups, tuple):
+    if isinstance(plan.kv_heads, tuple):
         lines.append(f"note        {BY_LAYER}")
 
     if not tensors:
@@ -300,7 +300,7 @@ def options_used(
     seed = plan.seed if draws else None
 
     used = {
-        "kv_heads": plan.groups,
+        "kv_heads": plan.kv_heads,
         "method": plan.method_name,
         "seed": seed,
         "dtype": plan.dtype,

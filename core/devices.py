@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -70,6 +71,22 @@ def from_main(function: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return cast("T", result)
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The main process runs the block first. The others wait for it, also if it fails.
+
+    (They would wait for ever with accelerate's `main_process_first` if the main process failed.)
+    """
+    processes = ranks()
+    if not processes.is_main_process:
+        processes.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if processes.is_main_process:
+            processes.wait_for_everyone()
 
 
 def default_device() -> str:

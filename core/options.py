@@ -169,7 +169,7 @@ class Options:
             if value is None:  # not given, as on the command line
                 object.__setattr__(self, name, default)
                 continue
-            if value == default and type(value) is type(default):
+            if type(value) is type(default) and value == default:
                 continue
             try:
                 object.__setattr__(self, name, value_type.convert(value, None, None))

@@ -123,33 +123,40 @@ def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[
 
 
 def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
-    """Repeat the first `lag` tokens of a block (T,) or (T, 2) to its end, `lag` uniform in
+    """Repeat the first `period` tokens of a block (T,) or (T, 2) to its end, `period` uniform in
     T/8 ... T/2.
     """
     length = len(block)
-    lag = random.integers(max(length // 8, 1), max(length // 2, 1), endpoint=True)
-    return np.resize(block[:lag], block.shape)
+    period = random.integers(max(length // 8, 1), max(length // 2, 1), endpoint=True)
+    return np.resize(block[:period], block.shape)
 
 
 def is_plain(numbers: Any) -> Any:
     """Whether blocks with these numbers (an array, or one number) stay as they are; the others
     repeat passages.
+    """
+    return _place(numbers) < MIX["plain"]
+
+
+def _kind(index: int) -> str:
+    """The kind of block `index`, a key of `MIX`."""
+    upper_bounds = np.cumsum(list(MIX.values()))
+    number = int(np.searchsorted(upper_bounds, _place(index), side="right"))
+    return list(MIX)[number]
+
+
+def _place(numbers: Any) -> Any:
+    """A place from 0 to 1 for each block, by its number (an array, or one number), which determines
+    its kind.
 
     Multiples of the golden ratio are spread evenly, so each kind has its share in any run of
     blocks.
     """
-    return numbers * _GOLDEN % 1.0 < MIX["plain"]
-
-
-def _kind(index: int) -> str:
-    """The kind of block `index`, a key of `MIX`, by the same rule as `is_plain`."""
-    upper_bounds = np.cumsum(list(MIX.values()))
-    number = int(np.searchsorted(upper_bounds, index * _GOLDEN % 1.0, side="right"))
-    return list(MIX)[number]
+    return numbers * _GOLDEN % 1.0
 
 
 def with_repeats(
-    blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0
+    read_block: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0
 ) -> Ints:
     """Block `index` (T,) or (T, 2), plain or with repeated passages, in the shares of `MIX`.
 
@@ -157,11 +164,13 @@ def with_repeats(
     blocks. A token takes its mask with it.
 
     Args:
-        blocks: Index -> plain block.
+        read_block: Reads the plain block of an index.
+        index: Of the block.
+        seed: Of the passages that are repeated.
         start: The token that stays at the beginning of blocks that begin with it.
         first: The first block that exists.
     """
-    plain = blocks(index)
+    plain = read_block(index)
     lead = int(plain.flat[0] == start)  # the first id, also where each has a mask
     head = plain[:lead]
     block = plain[lead:]
@@ -172,6 +181,6 @@ def with_repeats(
     random = np.random.default_rng([seed, index])
     if kind == "random":
         numbers = range(max(first, index - EARLIER_BLOCKS), index)
-        before = [blocks(number)[lead:] for number in numbers]
+        before = [read_block(number)[lead:] for number in numbers]
         block = random.choice(np.concatenate([*before, block]), len(block))
     return np.concatenate([head, repeat_start(block, random)])

@@ -14,8 +14,8 @@ from gqa.corpus.readers import columns_with_text
 def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
     """The column of chats; None if documents are not chats.
 
-    `has_text`: of `columns` and CHAT_COLUMNS those that the data has, and whether they
-    have text.
+    has_text: For each column that the data has, of `columns` and CHAT_COLUMNS, whether it has text
+        rather than lists.
     """
     if len(columns) > 1:
         return None
@@ -33,20 +33,31 @@ def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> st
 
 
 def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str | None:
-    """The column of chats in files of one format, by the first of them. Raises CorpusError."""
-    has_text = columns_with_text(files[0], [*columns, *CHAT_COLUMNS])
-    return find_chat_column(columns, has_text)
+    """The column of chats in files of one format, by the first of them that is not empty.
+
+    Raises CorpusError.
+    """
+    for file in files:
+        has_text = columns_with_text(file, [*columns, *CHAT_COLUMNS])
+        if has_text:
+            return find_chat_column(columns, has_text)
+    return None
 
 
 def chat_column_of_data(name: str, load: Callable[[], Any], columns: Sequence[str]) -> str | None:
     """The column of chats in the data set `name` of the hub. Raises CorpusError."""
     data = load()
     names = data.column_names
-    # Where the names of columns are known, rows are read only if one of them may have chats.
-    if names is not None and find_chat_column(columns, dict.fromkeys(names, False)) is None:
-        return None
+    if names is not None:
+        # Rows are read only if a column may have chats: if all had lists
+        if find_chat_column(columns, dict.fromkeys(names, False)) is None:
+            return None
+        # Others may be pictures or sound, which need packages of their own
+        candidates = {*columns, *CHAT_COLUMNS}
+        data = data.select_columns([column for column in names if column in candidates])
     try:
         row: Mapping[str, Any] = next(iter(data), {})
     except Exception as error:  # the readers of `datasets` raise many kinds
         raise hub_error(error, name) from error
-    return find_chat_column(columns, {name: isinstance(row[name], str) for name in row})
+    has_text = {column: isinstance(value, str) for column, value in row.items()}
+    return find_chat_column(columns, has_text)

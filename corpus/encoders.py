@@ -288,7 +288,8 @@ class ChatEncoder:
         Raises RefusedError if the template cannot be used, CorpusError if it refuses these
         messages.
         """
-        length = sum(len(str(message.get("content", ""))) for message in messages)
+        # Templates also write reasoning and calls of tools
+        length = sum(len(str(message)) for message in messages)
         answer = self._renderer.render(messages, MAX_CHARACTERS + 2 * length, **settings)
 
         if "error" in answer:

@@ -45,7 +45,7 @@ class PairEncoder:
         self.pad = int(config.pad_token_id or 0)
         end = config.get_text_config(decoder=True).eos_token_id
         if isinstance(end, list):
-            end = end[0]
+            end = next(iter(end), None)
         self.end = self.start if end is None else int(end)
 
         self.marks: list[int] = []
@@ -99,16 +99,20 @@ class PairEncoder:
         source_frame, target_frame = self._frames
         return _frame_length(source_frame), _frame_length(target_frame)
 
-    def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
-        """A pair from plain text (T,), with at most T tokens a side.
-
-        Raises RefusedError if there are no marks.
-        """
+    def require_marks(self) -> None:
+        """Raise RefusedError if there are no marks, so that no span can be left out."""
         if not self.marks:
             raise RefusedError(
                 f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain "
                 "text makes no pairs; pass pairs with --text-column and --target-column"
             )
+
+    def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
+        """A pair from plain text (T,), with at most T tokens a side.
+
+        Raises RefusedError if there are no marks.
+        """
+        self.require_marks()
         length = len(ids)
         most = length - max(self.frame_lengths)
         source, target = corrupt_spans(ids[: max(most, 2)], self.marks, generator)

@@ -21,6 +21,9 @@ from gqa.corpus.cache import cache_errors, datasets_cache
 
 COMPRESSED = (".gz", ".zst")
 _PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
+_MAX_VALUE = (
+    1 << 28
+)  # bytes of a JSON value of several lines, in a file with the name of JSON Lines
 _SHOWN = 60  # characters of a line that is not JSON
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 
@@ -49,9 +52,19 @@ class FileFormat(NamedTuple):
 def file_format(path: Path) -> str | None:
     """The key of FORMATS for the suffixes of a file, or None."""
     name = path.name.lower()
+    for key, kind in FORMATS.items():
+        decompressed = _decompressed_name(path) if kind.may_be_compressed else name
+        if decompressed.endswith(kind.suffixes):
+            return key
+    return None
+
+
+def _decompressed_name(path: Path) -> str:
+    """The name of a file in lower case, without a suffix of COMPRESSED."""
+    name = path.name.lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return next((key for key, kind in FORMATS.items() if name.endswith(kind.suffixes)), None)
+    return name
 
 
 def allowed_files() -> str:
@@ -91,7 +104,7 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
             for row in FORMATS[str(file_format(path))].read(path, columns):
                 if not chats:
                     for column in columns:
-                        check_text(row[column], column, file)
+                        check_text(row[column], column, file, columns)
                 yield row
         except RefusedError:
             raise
@@ -169,14 +182,17 @@ def _has_text(kind: Any) -> bool:
     return any(test(kind) for test in is_text)
 
 
-def check_text(value: Any, column: str, where: str) -> None:
-    """Raise CorpusError unless a value of a column is None or a text that UTF-8 can express."""
+def check_text(value: Any, column: str, where: str, columns: Sequence[str]) -> None:
+    """Raise CorpusError unless a value of a column is None or a text that UTF-8 can express.
+
+    columns: The column of text, or those of sources and targets; `column` is one of them.
+    """
     if value is None:
         return
     if not isinstance(value, str):
         raise CorpusError(
             f"{where}: column {column!r} has type {type(value).__name__}; pass a column of text "
-            "with --text-column"
+            f"with {_column_option(column, columns)}"
         )
     if not value.isascii():
         try:
@@ -213,10 +229,16 @@ def missing_column(
         present: The columns that it has.
     """
     names = listing(map(repr, present)) or "none"
-    advice = "name the column of text with --text-column"
-    if name != columns[0]:
-        advice = "name the column of targets with --target-column"
-    return CorpusError(f"{where} has no column {name!r}; it has {names}; {advice}")
+    option = _column_option(name, columns)
+    what = "text" if option == "--text-column" else "targets"
+    return CorpusError(
+        f"{where} has no column {name!r}; it has {names}; name the column of {what} with {option}"
+    )
+
+
+def _column_option(name: str, columns: Sequence[str]) -> str:
+    """The option that names a column, of those of text, or of sources and targets."""
+    return "--text-column" if name == columns[0] else "--target-column"
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -269,11 +291,17 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
         if not first:
             return
 
-        if first.lstrip().startswith(b"[") or not _is_json(first):
+        is_list = first.lstrip().startswith(b"[")
+        if is_list or not _is_json(first):
+            has_lines = _has_lines(path) and not is_list
+            # Of JSON Lines the first line may be broken, which is no reason to read a large file
+            rest = stream.read(_MAX_VALUE + 1 if has_lines else -1)
             try:
-                whole = _parse(first + stream.read(), str(path))
+                if len(rest) > _MAX_VALUE and has_lines:
+                    raise CorpusError(f"line {start} of {path} is not JSON")
+                whole = _parse(first + rest, str(path))
             except CorpusError:
-                if not first.lstrip().startswith(b"[") and _has_lines(path):
+                if has_lines:
                     _parse_line(first, start, path)  # its error names the line
                 raise
             yield from enumerate(_rows_of_value(whole), 1)
@@ -286,10 +314,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _has_lines(path: Path) -> bool:
     """Whether a JSON file has the name of JSON Lines."""
-    name = path.name.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
-    return not name.endswith(".json")
+    return not _decompressed_name(path).endswith(".json")
 
 
 def _without_mark(line: bytes) -> bytes:
@@ -370,6 +395,12 @@ def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             return
         with frames:
             for frame in frames:
+                # pandas then takes the first column for labels of the rows, and shifts the others
+                if not isinstance(frame.index, pandas.RangeIndex):
+                    raise CorpusError(
+                        f"{path} has rows with more fields than its header has columns; repair it: "
+                        "a text with commas needs quotes, and no row may end with a comma"
+                    )
                 _check_columns(columns, map(str, frame.columns), path)
                 for values in zip(*(frame[column] for column in columns), strict=True):
                     yield dict(zip(columns, values, strict=True))

@@ -40,8 +40,10 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
 
 @dataclass(frozen=True)
 class HeldoutDocuments:
-    """Text that training never reads, in any source and epoch: documents with a digest in `limits`
-    from that number of tokens on.
+    """Text that training never reads, in any source and epoch.
+
+    limits: Digest of a document -> how many of its first tokens may be trained on. What follows is
+        held out: all of it at 0. Documents without an entry are trained on whole.
     """
 
     limits: Mapping[bytes, int] = field(default_factory=dict)
@@ -99,11 +101,12 @@ def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 
 def count_in_loss(documents: Documents, lengths: Ints, order: Ints, tokens: int) -> int:
     """How many of the first `tokens` tokens count in the loss, if documents are read in this order.
 
-    `lengths`: (D,) tokens of each document to read, all or none of it.
+    lengths: (D,) tokens of each document to read: its length, or 0 if it is left out. (Chats are
+        not divided.)
     """
     ends = np.cumsum(lengths[order])
     n_whole = int(np.searchsorted(ends, tokens, "right"))
-    counted = int(documents.counted[order[:n_whole]].sum())
+    counted = int(documents.loss_tokens[order[:n_whole]].sum())
 
     rest = tokens - int(ends[:n_whole][-1:].sum())  # of the document after these
     if rest:

@@ -132,7 +132,9 @@ class Source:
 
         columns = list(self.columns)
         present = data.column_names
-        if present is not None:  # the columns of some streams are not known
+        if present is None:  # of some streams only a row tells
+            present = next(self.read(data), None)
+        if present is not None:
             for name in columns:
                 if name not in present:
                     raise missing_column(self.spec, columns, name, present)
@@ -161,7 +163,7 @@ class Source:
             if chats:
                 row = Chat((chat_text(values[0], columns[0], self.spec),))
             for column, value in zip(columns, row, strict=True):
-                check_text(value, column, self.spec)
+                check_text(value, column, self.spec, columns)
 
             parts = [row]
             if separator is not None:

@@ -54,7 +54,7 @@ class Documents:
     def lengths(self) -> Ints:
         """Sizes (D,) of documents: tokens, or 1 for a pair."""
         if "tokens" in self.data.column_names:
-            return self.count("tokens")
+            return self.lengths_of("tokens")
         return np.ones(len(self), np.int64)
 
     @property
@@ -62,7 +62,7 @@ class Documents:
         """Whether not all tokens count in the loss."""
         return LOSS_MASK in self.data.column_names
 
-    def count(self, column: str) -> Ints:
+    def lengths_of(self, column: str) -> Ints:
         """Numbers of tokens (D,) in a column."""
         import pyarrow.compute  # type: ignore[import-untyped]
 
@@ -74,7 +74,7 @@ class Documents:
         return counts
 
     def tokens(self, i: int, column: str = "tokens") -> NDArray[np.int32]:
-        """Tokens (n,) of document i, with BOS and EOS."""
+        """Tokens (n,) of document i, or of one side of pair i, as its encoder made them."""
         tokens: NDArray[np.int32] = self.data.data.column(column)[i].values.to_numpy()
         return tokens
 
@@ -85,7 +85,7 @@ class Documents:
         return np.stack([self.tokens(i), mask], axis=1)
 
     @cached_property
-    def counted(self) -> Ints:
+    def loss_tokens(self) -> Ints:
         """(D,) tokens of each document that count in the loss."""
         if not self.has_masks:
             return self.lengths
@@ -100,9 +100,9 @@ class Documents:
             parts.append(counted_before[ends] - counted_before[begins])
         return np.concatenate(parts)
 
-    def check_counted(self, name: str) -> None:
+    def check_loss_tokens(self, name: str) -> None:
         """Raise RefusedError if there are masks, and no token of any document counts."""
-        if self.has_masks and not self.counted.any():
+        if self.has_masks and not self.loss_tokens.any():
             raise RefusedError(nothing_counts(name))
 
 
@@ -130,7 +130,7 @@ def tokenize(sources: Sequence[Source], encoders: Encoders) -> Documents:
         encode = partial(encode_rows, encoder)
         parts.append(tokenize_source(source, columns, encoder.identify(), encode))
     documents = join(parts)
-    documents.check_counted(listing(source.spec for source in sources))
+    documents.check_loss_tokens(listing(source.spec for source in sources))
     return documents
 
 

@@ -58,7 +58,7 @@ class EvaluateOptions(Options):
     kl: bool = option(
         False,
         "Measure KL divergence, top-1 agreement and acceptance: how far next-token predictions "
-        "differ from the baseline's.",
+        "differ from the baseline's.  [default: off]",
         needs=("data",),
         group=MAIN,
     )
@@ -90,7 +90,12 @@ class EvaluateOptions(Options):
         group=MAIN,
     )
     output: Path | None = option(
-        None, "Write results.json and report.html here.", short="-o", metavar="DIR", group=MAIN
+        None,
+        "Write results.json and report.html to DIR. With --data, this also measures recall.  "
+        "[default: print tables only]",
+        short="-o",
+        metavar="DIR",
+        group=MAIN,
     )
 
     text_column: str = same_as(ConvertOptions, "text_column", needs=("data",), group="Text")
@@ -113,7 +118,8 @@ class EvaluateOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Score only the first COUNT tokens. For encoder-decoders: as many whole pairs as fit.",
+        "Score only the first COUNT tokens. For encoder-decoders: as many whole pairs as fit.  "
+        "[default: all]",
         tokens_type(),
         metavar="COUNT",
         needs=("data",),

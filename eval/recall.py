@@ -91,7 +91,7 @@ def self_samples(subject: Subject, length: int, device: str | None, vocabulary: 
             lambda dtype, device=device: subject.load(dtype, device),
             input_device(device),
             subject.checkpoint,
-            size=length,
+            block_size=length,
             n_blocks=SAMPLES,
             seed=derive_seed(0, "evaluation"),
             plain=True,

@@ -17,7 +17,6 @@ from gqa.core.console import quiet_transformers
 from gqa.core.errors import RefusedError, explain
 from gqa.models.custom_code import MODEL_TYPES, config_class, custom_class
 
-# of a layer that peft has put an adapter on
 # Auto classes that predict tokens have one of these in their names.
 _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS_SHARE = 7 / 8  # of an accelerator's free memory that weights may fill
-_ADAPTED_WEIGHT = ".base_layer.weight"
+_ADAPTED_WEIGHT = ".base_layer.weight"  # the end of its name, in a layer that has an adapter
 
 
 def load_model(

@@ -84,7 +84,7 @@ def parameter_names(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+def parameters_of_stored(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str]]]:
     """What `saved_tensors` makes each stored tensor of.
 
     Returns:
@@ -108,14 +108,16 @@ def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str
     return result
 
 
-class Loading:
+class StoredNames:
     """How transformers loads stored tensors into a model: named as in checkpoints of the type or of
     the class, with the prefix of the base model or without.
 
+    Used as `assemble(name, {stored: read(stored) for stored in stored_names_of(name)})`.
+
     Attributes:
-        sources: Parameter name -> the stored tensors that it is made of.
-        whole: Stored name -> the parameter's name, for parameters that are stored without
-            conversion.
+        by_parameter: Parameter name -> the stored tensors that it is made of.
+        unconverted: Stored name -> the parameter's name, where loading changes nothing but the
+            name.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -124,45 +126,44 @@ class Loading:
         converters = [
             transform for transform in transforms if isinstance(transform, WeightConverter)
         ]
-        known = dict.fromkeys(model.state_dict(), True)
-
         self._model = model
-        self._rules = (renamings, converters, model.base_model_prefix, known)
+        self._prefix = model.base_model_prefix
+        self._parameters = dict.fromkeys(model.state_dict(), True)
+        self._rules = (renamings, converters, self._prefix, self._parameters)
         self._tied = shared_names(model)
         self._patterns: dict[str, WeightConverter] = {}
         for converter in converters:
             self._patterns |= dict.fromkeys(converter.source_patterns, converter)
 
-        self.sources = defaultdict[str, list[str]](list)
-        self.whole = dict[str, str]()
+        self.by_parameter = defaultdict[str, list[str]](list)
+        self.unconverted = dict[str, str]()
         for name in sorted(names, key=dot_natural_key):
             self._add(name)
 
     def _add(self, name: str) -> None:
-        """Add a stored tensor to `sources` and `whole`, if the model has a parameter for it."""
-        _, _, prefix, known = self._rules
+        """Add a stored tensor to the attributes, if the model has a parameter for it."""
         into, pattern = rename_source_key(name, *self._rules)
-        if into not in known:
-            into, pattern = rename_source_key(name, [], [], prefix, known)
-        if into not in known:
+        if into not in self._parameters:
+            into, pattern = rename_source_key(name, [], [], self._prefix, self._parameters)
+        if into not in self._parameters:
             return
 
-        self.sources[into].append(name)
+        self.by_parameter[into].append(name)
         if pattern is None:
-            self.whole[name] = into
+            self.unconverted[name] = into
             return
 
         # One conversion may make several parameters of the same tensors.
         targets = self._patterns[pattern].target_patterns
         for target in targets:
             parameter = into.replace(targets[0], target)
-            self.sources.setdefault(parameter, self.sources[into])
+            self.by_parameter.setdefault(parameter, self.by_parameter[into])
 
-    def parts(self, name: str) -> list[str]:
+    def stored_names_of(self, name: str) -> list[str]:
         """The stored tensors that the parameter `name`, or a parameter tied to it, is made of."""
         for alias in (name, *self._tied.get(name, ())):
-            if self.sources.get(alias):
-                return self.sources[alias]
+            if self.by_parameter.get(alias):
+                return self.by_parameter[alias]
 
         on_meta = self._model.get_parameter(name).to("meta")
         return list(stored_tensors(self._model, {name: on_meta}))
@@ -170,12 +171,12 @@ class Loading:
     def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """Make the parameter `name` from tensors by their stored names.
 
-        Raises KeyError if they are not its parts.
+        Raises KeyError if they are not those that it is made of.
         """
         in_order = sorted(parts, key=dot_natural_key)
         if not in_order:
             raise KeyError(name)
-        if in_order[0] in self.whole:
+        if in_order[0] in self.unconverted:
             return parts[in_order[0]]
 
         _, pattern_of_all = rename_source_key(in_order[0], *self._rules)

@@ -345,7 +345,7 @@ class Ablation:
         row = {
             "train": record["options"]["train"],
             "train_tokens": progress.tokens,
-            "train_loss": progress.loss,
+            "train_loss": progress.training_cross_entropy,
             "seconds_training": time.perf_counter() - start,
         }
         write_text(columns, json.dumps(row) + "\n")

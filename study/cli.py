@@ -9,6 +9,8 @@ from gqa.core.options import command as command_of
 from gqa.study.options import ADVICE, AblateOptions, Cell
 
 _EPILOG = """\
+COUNT may end in K, M or B: 64K is 64,000.
+
 Examples:
   gqa-ablate examples/stdlib-mha --data stdlib:train --heldout stdlib:heldout \\
       -o study

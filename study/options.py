@@ -170,7 +170,9 @@ class AblateOptions(Options):
 
     train: Scope | None = same_as(TrainOptions, "train", group="Training")
     teacher: Literal["auto", "none"] = option(
-        "auto", "auto: distill from MODEL; none: train on text alone.", group="Training"
+        "auto",
+        "auto: train on what MODEL predicts; none: train on text alone.",
+        group="Training",
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
     learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
@@ -197,8 +199,9 @@ class AblateOptions(Options):
     )
     max_loss_increase: float = option(
         0.1,
-        "Recommend the smallest KV cache within N nats per token of MODEL's loss.",
+        "Recommend the smallest KV cache whose loss is at most NATS per token above MODEL's.",
         FROM_ZERO,
+        metavar="NATS",
         may_change=True,
         group="Evaluation",
     )

@@ -196,7 +196,9 @@ def test_a_conversion_on_little_text_is_repeated_on_more_before_it_is_distilled(
     call_good_up_to(monkeypatch, 0.0)
     refine = ("--method", "refined", "--refine-steps", 1, "-o", "the output")
     done = run("it's a model", "-g", 2, *refine, *SHORT)
-    assert "convert again on 65,536 tokens of text, the default, before you distill: " in done.out
+    assert (
+        "convert again on 65,536 tokens of text, the default, before you uptrain it: " in done.out
+    )
     (words,) = advised(done)
     assert parse(words)["tokens"] is None
     assert parse(words)["output"] == Path("the output")

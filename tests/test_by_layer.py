@@ -355,6 +355,14 @@ def test_refused_before_anything_is_measured(
         "out exists; choose another directory with -o",
     )
     assert "--target-column" in refusal(uneven, "--kv-budget", "0.5", "--target-column", "x")
+    # Text that measures layers, also for a method that reads none
+    missing = ("--method", "mean", "--data", "missing.txt")
+    assert "missing.txt" in refusal(uneven, "--kv-budget", "0.5", *missing)
+    # The default output has the share in its name, whatever the heads of each layer will be
+    out = uneven.with_name(f"{uneven.name}-kv50-refined")
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    assert f"{out.name} exists" in refusal(uneven, "--kv-budget", "0.5")
 
 
 def test_the_page_lists_them() -> None:

@@ -54,6 +54,17 @@ def counted_text(one: Encoded) -> str:
     return text
 
 
+def test_long_reasoning_is_no_template_that_does_not_end() -> None:
+    """A template may write other fields of a message too, however long they are."""
+    template = (
+        "{% for message in messages %}{{ message.reasoning }}{{ message.content }}{% endfor %}"
+    )
+    long = "a " * 60_000
+    message = {"role": "assistant", "content": "b", "reasoning": long}
+    (one,) = ChatEncoder(with_template(template), "m").encode([text_of([message])])
+    assert len(one.tokens) > 60_000
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_tokens_are_those_of_transformers(template: str) -> None:
     known = with_template(template)

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.tiny_models import TINY, build
 
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
@@ -258,7 +260,37 @@ def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -
     memory = json.loads(done.out)["estimates"]["mean"]["memory_bytes"]
     assert 150 * 2**20 < memory < 1.2 * devices.peak_memory() + 2**24
     assert f"{size(memory)} of memory" in done.err
-    assert estimate.runtime_memory("cuda") == 0
+
+
+def test_a_device_does_not_need_what_the_process_does() -> None:
+    plan = SimpleNamespace(total_bytes=10, changed=[])
+    method = METHODS["mean"]
+    _, on_cpu = estimate.estimate(plan, method, MapsOptions(device="cpu"))  # type: ignore[arg-type]
+    _, on_gpu = estimate.estimate(plan, method, MapsOptions(device="cuda"))  # type: ignore[arg-type]
+    assert on_gpu == 0 < 150 * 2**20 < on_cpu
+
+
+def test_the_width_of_a_config_does_not_size_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may state any width, of which a square matrix would not fit into memory."""
+    monkeypatch.setattr(estimate, "_WIDEST", 64)
+    assert estimate.measure_flops("cpu", 10**9) > 0
+
+
+def test_warnings_of_a_dry_run_are_in_its_record(tmp_path: Path) -> None:
+    model = tiny("llama", tmp_path / "model")
+    words = (str(model), "-g", "2", "--method", "mean", "--dry-run", "--json")
+    assert json.loads(run(*words).out)["warnings"] == []
+    run(str(model), "-g", "2", "--method", "mean")
+    (warning,) = json.loads(run(*words).out)["warnings"]
+    assert "model-gqa2-mean exists" in warning
+
+
+def test_code_of_a_checkpoint_may_run_with_any_method(tmp_path: Path) -> None:
+    """Its advice, gqa-eval and gqa-uptrain, needs the option too."""
+    model = tiny("llama", tmp_path / "model")
+    done = run(str(model), "-g", "2", "--method", "mean", "--trust-remote-code")
+    assert done.code == 0
+    assert "--trust-remote-code" in done.out
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
     class Noted(InputMoments):
         def enter(self, module):
             super().enter(module)
-            rows = self.project(torch.eye(self._width)).double()
+            rows = self.root_of(torch.eye(self._width)).double()
             found.append(rows @ rows.mT)
 
     # Notes the estimates, which are not part of any result
@@ -332,7 +332,7 @@ def test_moments_of_an_mlp(act: str, gated: bool) -> None:
     units = act_fn(inputs @ up.mT) if gate is None else act_fn(inputs @ gate.mT) * (inputs @ up.mT)
     down = torch.eye(8, dtype=torch.float64)
     factor = torch.linalg.cholesky(root @ root.mT)
-    moments = gram(Mlp(gate, up, down, act_fn).root(factor))
+    moments = gram(Mlp(gate, up, down, act_fn).output_root(factor))
     torch.testing.assert_close(moments.diagonal(), units.square().mean(0), rtol=0.03, atol=0)
     beside, means = moments.clone().fill_diagonal_(0), units.mean(0)
     torch.testing.assert_close(
@@ -354,7 +354,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     def sizes(probes: int) -> Tensor:
         # More or fewer probes than the estimate takes
         monkeypatch.setattr("gqa.convert.merge.input_moments._PROBES", probes)
-        return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
+        return gram(Mlp(gate, up, down, ACT2FN["silu"]).output_root(factor)).diagonal()
 
     exact = sizes(width // 2)
     assert exact.std() > exact.mean()

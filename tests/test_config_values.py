@@ -14,6 +14,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ import torch
 from support.checkpoints import check_refused, edit_json, llama, run
 from support.tiny_models import TINY, build
 
-from gqa.checkpoint.model_config import MAX_COUNT, check_numbers
+from gqa.checkpoint.model_config import MAX_COUNT, check_against_headers, check_numbers
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.heads.config import check_config
+from gqa.convert.heads.config import check_config, read_config
+from gqa.convert.heads.config_edits import edit_config
+from gqa.convert.heads.layer_parts import _activation
+from gqa.convert.heads.rotary import Rotary, unrotated
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods.table import METHODS
@@ -246,6 +250,53 @@ def test_no_heads_are_not_as_many_as_there_are_others(
 def test_a_sound_config_is_not_refused(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
     """The control of both tests."""
     assert refused_or_done(sound[name], config_of(sound[name]), "mean", tmp_path / "m") == ""
+
+
+@pytest.mark.parametrize("key", ["sliding_window", "hidden_act"])
+def test_layers_may_differ_in_heads_only(key: str, sound: dict[str, Path], tmp_path: Path) -> None:
+    """transformers reads such a config, but then has no value for the whole model."""
+    value = {"sliding_window": 64, "hidden_act": "relu"}[key]
+    config = config_of(sound["llama"])
+    config = changed(config, (key,), value)
+    config = changed(config, ("per_layer_config",), {"0": {key: value}})
+    for method in ("mean", "aligned"):
+        refused_or_done(sound["llama"], config, method, tmp_path / method)
+
+
+def test_heads_are_counted_before_their_numbers_are_tried(tmp_path: Path) -> None:
+    """A loop over the possible numbers of KV heads would not end."""
+    model = llama(tmp_path / "m")
+    many = [10**12] * 2
+    edit_json(
+        model / "config.json", lambda config: config.update(num_attention_heads_per_layer=many)
+    )
+    result = run("--kv-heads", 2, "--dry-run", model)
+    check_refused(result, f"{10**12} query heads", f"at most {MAX_COUNT} are allowed")
+
+
+def test_a_part_of_a_config_may_be_null() -> None:
+    """DBRX's class then has values of its own."""
+    config = read_config({"model_type": "dbrx", "attn_config": None}, "m")
+    edited, _ = edit_config(config, 4, "m")
+    assert edited.raw["attn_config"] == {"kv_n_heads": 4}
+
+
+def test_an_activation_with_parameters_is_not_estimated() -> None:
+    """xIELU of Apertus: its two numbers are stored in each layer."""
+    assert _activation(SimpleNamespace(hidden_act="silu")) == "silu"
+    assert _activation(SimpleNamespace(hidden_act="xielu")) is None
+
+
+def test_cross_attention_has_no_rotary_dimensions() -> None:
+    """So its keys may be mixed by any matrix."""
+    assert unrotated(Rotary(8, "interleaved", (1.0,) * 4)) == Rotary(0, "interleaved")
+
+
+def test_a_table_of_rotary_embeddings_is_bounded() -> None:
+    """GPT-J computes one of positions x rotary_dim, which no header bounds."""
+    check_against_headers({"model_type": "gptj", "rotary_dim": 64}, "m", 9, 1024)
+    with pytest.raises(CorruptError, match="rotary_dim: 4000000"):
+        check_against_headers({"model_type": "gptj", "rotary_dim": 4_000_000}, "m", 9, 1024)
 
 
 def test_layers_are_counted_before_they_are_built(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ from transformers import (
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads import config as heads_config
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.config_edits import valid_groups
+from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import Family, Symmetry
 from gqa.convert.heads.layouts import Rule, Separate
@@ -94,9 +94,9 @@ def test_conversion(name: str, tmp_path: Path) -> None:
     model = louder(tiny, build(tiny, QUERY_HEADS, attention=attention_of(name)))
     source = write_checkpoint(model, tmp_path / "source")
     heads = read_config(json.loads((source / "config.json").read_text()), name)
-    groups = [g for g in valid_groups(heads) if g < QUERY_HEADS]
+    groups = [g for g in valid_kv_heads(heads) if g < QUERY_HEADS]
     assert groups, "a family that cannot be converted does not belong in the table"
-    if example := heads.text.model_type in EXAMPLES:
+    if example := heads.text_config.model_type in EXAMPLES:
         check_same_tensors(convert_checkpoint(source, QUERY_HEADS, tmp_path / "whole").out, source)
     for g, method in zip(groups if example else groups[-1:], ("first", "mean"), strict=False):
         place = tmp_path / f"{method}{g}"
@@ -111,7 +111,7 @@ def test_conversion(name: str, tmp_path: Path) -> None:
     counted = decodes_text(name) or name in ("mllama", "gqa_t5")
     # The first keeps them in an object without layers, the other keys and values of all query
     # heads.
-    if counted and heads.text.model_type not in ("unlimited_ocr_text", "falcon"):
+    if counted and heads.text_config.model_type not in ("unlimited_ocr_text", "falcon"):
         for one, promised in ((model, plan.cache_before), (merged, plan.cache_after)):
             for tokens in (1, 4, 15):  # windows are of 5
                 assert sum(cache_bytes(one, tokens, 2)) == 2 * promised.bytes_at(tokens)

@@ -29,7 +29,7 @@ from gqa.convert.generate.sampling import sequences_of_model
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 from gqa.core import devices
-from gqa.uptrain.run_length import count_plain
+from gqa.uptrain.run_length import count_text_blocks
 
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
 QWEN_PAGE = PAGE.with_name("guide-qwen.md")
@@ -189,7 +189,7 @@ def test_the_conversion_ends_with_plain_training_where_that_fits(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, line = plan_and_advice(2 * GPU, models, monkeypatch)
-    assert line.endswith("distill from the base model: gqa-uptrain Llama-2-7b-hf-gqa8-refined")
+    assert line.endswith("uptrain it: gqa-uptrain Llama-2-7b-hf-gqa8-refined")
 
 
 def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
@@ -310,7 +310,7 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     _, record = dry_run(training, models, monkeypatch)
     block = 2048
     blocks_of_run = record["steps"] * record["tokens_per_step"] // block
-    needed = count_plain(blocks_of_run) * block + 8192
+    needed = count_text_blocks(blocks_of_run) * block + 8192
     (script,) = (text for _, text in blocks(PAGE, "python") if "vllm" in text)
     (written,) = re.findall(r"^TOKENS = ([\d_]+)$", script, re.MULTILINE)
     assert needed < int(written) < 1.2 * needed

@@ -32,6 +32,8 @@ from support.checkpoints import (
     write_safetensors,
 )
 
+from gqa.checkpoint.read import read_checkpoint
+
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Break = Callable[[Path], object]
 ONE = torch.ones(1)
@@ -245,6 +247,10 @@ CASES: Cases = {
         settings(kv=2),
         (K0, "[16, 32]", "16 rows", "config asks for", "2 key heads x 4"),
     ),
+    "a layer with more digits than Python reads": (
+        tensors(lambda t: t | {K0.replace(".0.", f".{'1' * 5000}."): t[K0]}),
+        ("looks like keys or values",),
+    ),
     "K without V": (
         tensors(lambda t: t.__delitem__(V0)),
         ("layers.0.self_attn has k_proj but no v_proj",),
@@ -269,6 +275,10 @@ CASES: Cases = {
     "a sparse tensor in .bin": (
         pickled(weights() | {"x": torch.eye(2).to_sparse()}),
         ("named dense", "'x'"),
+    ),
+    "a .bin tensor far larger than its file": (
+        pickled(weights() | {"x": torch.zeros(1).expand(10**9)}),
+        ("repeats stored numbers", "'x'"),
     ),
     "the old .bin format": (
         pickled(weights(), zipped=False),
@@ -359,6 +369,15 @@ def test_a_side_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         "os.access", lambda path, mode: Path(path).name != "tokenizer.json" and access(path, mode)
     )
     check_refused(run(*MERGED, "--dry-run", model), "tokenizer.json: Permission denied", code=1)
+
+
+def test_hidden_files_are_not_looked_at(tmp_path: Path) -> None:
+    """They are not copied, so nothing is wrong with a link of theirs."""
+    model = llama(tmp_path / "m")
+    (model / ".Trash-0").symlink_to(tmp_path.parent)
+    assert read_checkpoint(model).warnings == ()
+    (model / "trash").symlink_to(tmp_path.parent)
+    assert "trash is a link that leaves" in read_checkpoint(model).warnings[0]
 
 
 def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> None:

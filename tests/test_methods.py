@@ -97,7 +97,7 @@ def test_a_method_is_one_entry(
         cost = "seconds"
         result = "the last of each group"
 
-        def pool(self, kv: int, groups: int) -> HeadMaps:
+        def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
             return last_of_each(kv, groups)
 
     monkeypatch.setitem(METHODS, "first", Last())
@@ -119,7 +119,7 @@ def test_a_method_that_reads_weights_is_one_object(
         result = "the last of each group"
 
         def module_maps(self, module: ModuleEstimate) -> HeadMaps:
-            return last_of_each(len(module.factors["key"]), module.groups)
+            return last_of_each(len(module.heads_by_role["key"]), module.groups)
 
     monkeypatch.setitem(METHODS, "procrustes", Last())
     tensors = converted(source, 2, tmp_path, "procrustes", grouping="contiguous")

@@ -64,7 +64,7 @@ def sampled(
         lambda dtype: teacher,
         "cpu",
         model,
-        size=size,
+        block_size=size,
         n_blocks=n_blocks,
         seed=seed,
         plain=plain,
@@ -257,7 +257,7 @@ def test_as_many_at_a_time_as_memory_holds(
         # A CPU, a device that has room, and one that is filled by the weights
         monkeypatch.setattr(self_samples, "free_memory", lambda device, free=free: free)
         blocks = sampled_blocks(
-            opened, "cpu", read_checkpoint(SOURCE), size=SIZE, n_blocks=20, seed=0, plain=True
+            opened, "cpu", read_checkpoint(SOURCE), block_size=SIZE, n_blocks=20, seed=0, plain=True
         )
         texts.append(ids(blocks).tobytes())
         blocks.path.unlink()
@@ -282,7 +282,7 @@ def test_a_full_device_has_no_room_instead_of_that_of_the_host(
         lambda dtype, device: teacher,
         "cpu",
         read_checkpoint(SOURCE),
-        size=SIZE,
+        block_size=SIZE,
         n_blocks=1,
         seed=0,
         plain=True,

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import gzip
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import IterableDataset
 from support.documents import lines, write
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache, use_data_hub
@@ -19,7 +21,9 @@ from support.repository import ROOT
 
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
+from gqa.corpus.chat_column import chat_column_of_data
 from gqa.corpus.readers import FORMATS, allowed_files
+from gqa.corpus.sources import Source
 from gqa.corpus.specs import check_text_options, parse_source, parse_sources
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
@@ -263,6 +267,76 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "many": "line 1 of many/2.jsonl is not JSON ('{'); ",
     }
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
+
+
+def test_a_csv_whose_rows_have_more_fields_than_its_header_is_refused(tmp_path: Path) -> None:
+    """pandas would take the first column for labels, and give the second as the text."""
+    shifted = tmp_path / "shifted.csv"
+    shifted.write_text("text,label\nhello,1,\nworld,2,\n")
+    assert "rows with more fields than its header has columns" in refusal(shifted)
+    shifted.write_text("text,label\nhello,1\nworld,2\n")
+    assert texts_of(shifted) == ["hello", "world"]
+
+
+def test_the_first_file_that_is_not_empty_says_where_chats_are(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    messages = [{"role": "user", "content": "hello"}]
+    lines(tmp_path / "b.jsonl", {"messages": messages})
+    assert parse_source(str(tmp_path)).columns == ("messages",)
+    (tmp_path / "b.jsonl").unlink()
+    lines(tmp_path / "b.jsonl", {"text": "hello"})
+    assert parse_source(str(tmp_path)).columns == ("text",)
+
+
+def test_a_broken_first_line_is_no_reason_to_read_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "cut\n' + '{"text": "a"}\n' * 100)
+    monkeypatch.setattr("gqa.corpus.readers._MAX_VALUE", 50)
+    assert "line 1 of" in refusal(path)
+    # One value in several lines, under the name of JSON Lines
+    path.write_text('{\n"text":\n"a"\n}\n')
+    assert texts_of(path) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet.gz", "a.arrow.zst"])
+def test_formats_that_compress_themselves_have_no_further_suffix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    assert "allowed are" in refusal(tmp_path / name)
+
+
+def test_a_target_that_is_no_text_names_its_option(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["one"], "score": [1]}), tmp_path / "a.parquet")
+    columns = {"text_column": "a", "target_column": "score"}
+    said = refusal(tmp_path / "a.parquet", **columns)
+    assert "pass a column of text with --target-column" in said
+    columns = {"text_column": "score", "target_column": "a"}
+    assert "--text-column" in refusal(tmp_path / "a.parquet", **columns)
+
+
+def test_a_stream_without_named_columns_lacks_one() -> None:
+    """Of some streams only a row tells which columns there are."""
+
+    def load(columns: object, chats: bool) -> IterableDataset:
+        return IterableDataset.from_generator(lambda: iter([{"body": "hello"}]))
+
+    with pytest.raises(CorpusError, match="lab/data has no column 'text'; it has 'body'"):
+        list(Source("lab/data", load).texts())
+    assert list(Source("lab/data", load, ("body",)).texts()) == ["hello"]
+
+
+def test_only_columns_that_may_have_chats_are_decoded() -> None:
+    """Others may need packages of their own: here a row of all columns cannot be read."""
+
+    class Data:
+        column_names = ("messages", "audio")
+
+        def select_columns(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+            assert columns == ["messages"]
+            return iter([{"messages": [{"role": "user", "content": "a"}]}])
+
+    assert chat_column_of_data("lab/data", Data, ["text"]) == "messages"
 
 
 def test_options_of_sources_are_not_ignored(

@@ -21,6 +21,7 @@ CONVERSIONS = (
     "many blocks, full device",
     "refined and checked",
     "encoder-decoder",
+    "aligned, with norms after attention and MLP",
 )
 
 

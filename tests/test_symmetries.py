@@ -219,7 +219,10 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         if example:
             assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
-    if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.can_reorder_heads(plan.config.text):
+    reorders = isinstance(symmetry, Symmetry) and symmetry.can_reorder_heads(
+        plan.config.text_config
+    )
+    if kv == 2 and reorders:
         check_places(tiny, directory, expected, example)
 
 
@@ -261,14 +264,13 @@ def check_frequencies(pair: ModelPair, name: str, length: int) -> None:
     """
     symmetry, text, found = (
         pair.symmetry,
-        pair.plan.config.text,
+        pair.plan.config.text_config,
         list[tuple[AttentionModule, Rotary]](),
     )
     assert symmetry
     for module in (module for layer in range(pair.layers) for module in pair.modules_of(layer)):
-        found.append(
-            (module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length))
-        )
+        key_dim = pair.plan.config.heads(module.layer).key_dim
+        found.append((module, symmetry.rotary(text, module.layer, key_dim, length)))
     known = [(module, rotary) for module, rotary in found if rotary.frequencies]
     turned = symmetry.can_align_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(known) == (turned and name not in UNLIMITED)

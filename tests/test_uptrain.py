@@ -38,6 +38,7 @@ from transformers import AutoModelForImageTextToText
 from gqa.core.errors import RefusedError
 from gqa.uptrain import setup
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.run import _is_of_compiler
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,7 +98,7 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         line for line in done.err.splitlines() if line.startswith("training: 1 of")
     )
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
-    assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate"} <= steps[0].keys()
+    assert {"tokens", "cross_entropy", "kl", "gradient_norm", "learning_rate"} <= steps[0].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -178,7 +179,7 @@ def refusals(place: Path, root: Path) -> Refusals:
         ),
         (
             {"model": packed},
-            "packed has quantized weights, which cannot be trained; train the original model",
+            "packed has quantized weights, which cannot be trained; train the unquantized model",
         ),
         (
             {"model": narrow},
@@ -327,6 +328,16 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(
         done, "training with --compile failed (backend='fail' raised: RuntimeError: no compiler"
     )
+
+
+def test_errors_of_the_compiler_are_told_from_those_of_what_it_compiled() -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError) as of_compiler:
+        torch.compile(lambda x: x + 1, backend=fail)(torch.ones(2))
+    assert _is_of_compiler(of_compiler.value)
+    assert not _is_of_compiler(RuntimeError("NCCL error"))
 
 
 def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

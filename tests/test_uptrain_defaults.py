@@ -10,6 +10,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -29,14 +30,14 @@ from support.training import (
 
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
-from gqa.core.errors import RefusedError
+from gqa.core.errors import CacheError, RefusedError
 from gqa.models.classes import read_auto_config
 from gqa.models.tokenizer import load_tokenizer
-from gqa.uptrain.advice import more_tokens
+from gqa.uptrain.advice import _baseline, more_tokens
 from gqa.uptrain.defaults import DEFAULT_TOKENS, decide_defaults
 from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run_length import settle_steps
+from gqa.uptrain.run_length import decide_block_and_batch
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
 from gqa.uptrain.setup import prepare
 from gqa.uptrain.state_files import TrainingProgress
@@ -173,7 +174,8 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     source = {"model": "lab/base", "revision": "abc"}
     edit_json(converted / "gqa_conversion.json", lambda record: record.update(source=source))
 
-    def open_model(name: str, revision: str | None) -> Checkpoint:
+    def open_model(name: str, revision: str | None, headers_only: bool) -> Checkpoint:
+        assert headers_only  # the weights are fetched once everything is checked
         return replace(
             read_checkpoint(material() / "teacher"),
             hub_id=name,
@@ -189,7 +191,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert settled(converted, teacher="lab/base")[1] == "lab/base at commit abc"
     assert settled(converted, teacher="lab/other")[1] == "lab/other at commit main's commi"
 
-    def unreachable(name: str, *given: object) -> None:
+    def unreachable(name: str, *given: object, **named: object) -> None:
         raise RefusedError(f"{name} is out of reach")
 
     # A hub that cannot be reached
@@ -197,6 +199,49 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     options, message = settled(converted, data=("text",))
     assert options.teacher == "none"
     assert message == "the base model lab/base cannot be read: lab/base is out of reach"
+
+
+def test_a_base_model_that_cannot_be_read_is_warned_of(
+    converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is then trained on text alone, which nobody asked for."""
+    shutil.rmtree(converted.with_name("base"))
+    settled(converted, data=("text",))
+    warned = capsys.readouterr().err
+    assert "warning: there is no teacher (the base model base was moved or deleted" in warned
+
+    settled(converted, data=("text",), teacher="none")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("teacher", ["lab/base", "none"])
+def test_the_result_is_compared_with_the_revision_that_was_converted(
+    converted: Path, teacher: str
+) -> None:
+    """Of a base model at the hub, if the user named one; also of a training on text alone."""
+
+    def baseline(**given: Any) -> tuple[str, str | None]:
+        options = TrainOptions(str(converted), Path("out"), data=("text",), **given)
+        return _baseline(SimpleNamespace(options=options, checkpoint=read_checkpoint(converted)))  # type: ignore[arg-type]
+
+    local, _ = baseline(teacher="none")
+    assert Path(local) == converted.with_name("base")
+    assert baseline(teacher="lab/other") == ("lab/other", None)
+
+    record = {"source": {"model": "lab/base", "revision": "abc"}, "options": {"revision": "v1"}}
+    edit_json(converted / "gqa_conversion.json", lambda old: old | record)
+    assert baseline(teacher=teacher) == ("lab/base", "v1")
+
+
+def test_a_full_disk_is_not_a_missing_base_model(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*given: object, **named: object) -> None:
+        raise CacheError("the cache cannot be written")
+
+    monkeypatch.setattr("gqa.uptrain.defaults.open_model", full_disk)
+    with pytest.raises(CacheError):
+        settled(converted, data=("text",))
 
 
 def test_a_directory_with_the_name_of_a_hub_model(
@@ -208,7 +253,7 @@ def test_a_directory_with_the_name_of_a_hub_model(
     assert converted.with_name("base").is_dir()
     opened = list[tuple[str, str | None]]()
 
-    def open_model(name: str, revision: str | None) -> Checkpoint:
+    def open_model(name: str, revision: str | None, headers_only: bool) -> Checkpoint:
         opened.append((name, revision))
         return read_checkpoint(material() / "teacher")
 
@@ -339,7 +384,7 @@ def test_what_trains_on_more_tokens(given: dict[str, Any], says: str) -> None:
 def test_a_short_run_has_steps_all_the_same(
     changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
 ) -> None:
-    found = settle_steps(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
+    found = decide_block_and_batch(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
     assert found.context == block
     assert found.batch_size == batch
     found.check(ranks)

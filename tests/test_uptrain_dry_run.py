@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import Result, edit_json, edit_tensors, run, snapshot
-from support.patches import use_bfloat16, use_speed
+from support.patches import forbid, use_bfloat16, use_speed
 from support.training import converted_beside_base, fresh_accelerator, material
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -205,11 +205,23 @@ def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
         ("--data", "none.jsonl"),
         ("--heldout", "none.jsonl"),
         ("--data", "self:1K", "--tokens", "2K"),
+        ("--data", "self:30"),
+        ("--context", 100_000),
+        ("--context", 1),
         ("--target-column", "meant"),
     )
     for words in refused:
         assert uptrain(converted, *words, "--dry-run").code == 2
         assert uptrain(converted, *words, "--dry-run").err == uptrain(converted, *words).err
+
+
+def test_options_that_only_the_config_refuses_are_refused_before_weights_are_read(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch, "gqa.uptrain.setup.load_trained_model", "weights were read")
+    done = uptrain(converted, "--context", 100_000)
+    assert done.code == 2
+    assert "--context 100000 is more than the" in done.err
 
 
 @pytest.mark.parametrize("scope", ["attention", "kv"])

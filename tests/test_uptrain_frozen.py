@@ -50,7 +50,7 @@ def run_in_bfloat16(model: Path, out: Path, **options: Any) -> tuple[dict[str, A
     short = {"steps": 2, "heldout_tokens": 64, "context": 32, "precision": "bfloat16"}
     with fresh_accelerator():
         progress, _ = trained(options_for(model, out, **short | options))
-    return load(out), progress.heldout_after
+    return load(out), progress.lowest_heldout
 
 
 def keep_in_float32(patch: pytest.MonkeyPatch) -> None:

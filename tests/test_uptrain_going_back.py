@@ -58,9 +58,9 @@ def test_the_rate_falls_to_a_third_whenever_the_loss_has_not_fallen(
         scheduled = TOO_FAST * (STEPS - number) / STEPS
         assert step["learning_rate"] == pytest.approx(scheduled / 3**cuts)
         is_last = step["step"] == STEPS
-        if "heldout_loss" in step and not is_last:
-            cuts += step["heldout_loss"] >= lowest
-            lowest = min(lowest, step["heldout_loss"])
+        if "heldout_kl" in step and not is_last:
+            cuts += step["heldout_kl"] >= lowest
+            lowest = min(lowest, step["heldout_kl"])
     assert record["losses"]["rate_cuts"] == cuts >= 1
 
 

@@ -120,8 +120,9 @@ def test_docs_state_the_thresholds() -> None:
             assert re.search(row, text), (page, level)
         assert f"x{verdict.GOOD_RATIO:g}" in text
         assert f"x{verdict.DAMAGED_RATIO:g}" in text
-        assert f"{100 * verdict.GOOD_RECALL_LOSS:g} points" in text
-        assert f"{100 * verdict.DAMAGED_RECALL_LOSS:g} points" in text
+        assert "lost recall, percentage points" in text
+        assert f"| up to {100 * verdict.GOOD_RECALL_LOSS:g} |" in text
+        assert f"| above {100 * verdict.DAMAGED_RECALL_LOSS:g} |" in text
 
 
 def test_a_card_says_the_level_and_what_it_means() -> None:

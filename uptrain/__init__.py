@@ -1,3 +1,3 @@
-"""Continued training of a converted checkpoint: a fraction alpha of the data, optionally taught by
-the source.
+"""Further training of a converted checkpoint: by default its base model writes the text and
+teaches it.
 """

@@ -30,9 +30,9 @@ def next_line(run: Run, progress: TrainingProgress) -> str:
         return "measure it on pairs of text: see --data and --target-column of gqa-eval"
 
     further = []
-    baseline = _baseline(run)
-    if baseline == options.model and options.revision:
-        further += ["--revision", options.revision]
+    baseline, revision = _baseline(run)
+    if revision:
+        further += ["--revision", revision]
     if options.device:
         further += ["--device", options.device]
     if options.trust_remote_code:
@@ -61,15 +61,24 @@ def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     return f"train on more tokens: the same command with --overwrite and {length}{instead}"
 
 
-def _baseline(run: Run) -> str:
+def _baseline(run: Run) -> tuple[str, str | None]:
     """What the result is compared with: the teacher, or without one the base model, or where that
-    is not there the model before training.
+    is not there the model before training. And its revision at the hub, if the user named one when
+    it was converted or trained.
     """
-    if run.options.distills:
-        return run.options.teacher
+    options = run.options
+    record = read_record(run.checkpoint, PROVENANCE)
+    base_record = object_in(record, "source")
+    base = find_local_base(run.checkpoint, base_record)
+    if base is None and "path" not in base_record:  # it is at the hub
+        base = base_record.get("model")
 
-    base_record = object_in(read_record(run.checkpoint, PROVENANCE), "source")
-    return find_local_base(run.checkpoint, base_record) or run.options.model
+    baseline = options.teacher if options.distills else base or options.model
+    if baseline == options.model:
+        return baseline, options.revision
+    if baseline == base_record.get("model"):
+        return baseline, object_in(record, "options").get("revision")
+    return baseline, None
 
 
 def _as_typed(name: str) -> str:

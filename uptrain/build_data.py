@@ -10,15 +10,16 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.generate.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.generate.text_pairs import PairMaker
 from gqa.core.console import Watcher
-from gqa.core.devices import ranks
+from gqa.core.devices import main_first, ranks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.specs import parse_self
+from gqa.corpus.tokens import check_ids
 from gqa.models.loading import load_model
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pair_data import PairDataBuilder
-from gqa.uptrain.run_length import find_block_size
+from gqa.uptrain.run_length import largest_block
 from gqa.uptrain.text_data import TextDataBuilder
 
 
@@ -34,17 +35,13 @@ def build_data(
     """The data to train on, which the teacher may write, and the held-out blocks, for a
     model of a transformers `config`. Raises RefusedError and CorpusError.
     """
-    longest = find_block_size(config, tokenizer, checkpoint, options)
     # The teacher may have more rows of logits than the model has embeddings.
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-    writer = teacher and TextWriter(teacher, options, device, watcher, vocabulary)
-    processes = ranks()
+    check_ids(len(tokenizer) - 1, vocabulary, checkpoint.name)
+    largest = largest_block(config, checkpoint, options)
 
-    # The main process tokenizes, or samples from the teacher; then the others read its cache, also
-    # if it fails.
-    if not processes.is_main_process:
-        processes.wait_for_everyone()
-    try:
+    # The main process tokenizes, or samples from the teacher; then the others read its cache.
+    with main_first():
         pair_encoder = None
         if config.is_encoder_decoder:
             pair_encoder = PairEncoder(config, tokenizer, checkpoint.name)
@@ -53,20 +50,18 @@ def build_data(
         )
 
         write = None
-        if writer:
+        if teacher and options.is_generated:
+            writer = TextWriter(teacher, options, device, watcher, vocabulary)
             write = writer.write_pairs if pair_encoder else writer.write_text
-        text = TextDataBuilder(options, encoders, longest, processes.num_processes, write)
+        text = TextDataBuilder(options, encoders, largest, ranks().num_processes, write)
         if pair_encoder:
             return PairDataBuilder(text, pair_encoder).build()
         return text.build()
-    finally:
-        if processes.is_main_process:
-            processes.wait_for_everyone()
 
 
 @dataclass(frozen=True)
 class TextWriter:
-    """Writes the text to train on with the teacher.
+    """Has the teacher write the text to train on.
 
     Attributes:
         teacher: The teacher.
@@ -97,7 +92,7 @@ class TextWriter:
             load,
             self.device,
             self.teacher,
-            size=size,
+            block_size=size,
             n_blocks=count,
             seed=derive_seed(options.seed, "training"),
             plain=is_plain,

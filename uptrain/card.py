@@ -8,7 +8,7 @@ from typing import Any
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.card import cache_rows, limits
-from gqa.convert.heads.family import groups_text
+from gqa.convert.heads.family import kv_heads_text
 from gqa.convert.summary import describe_quality, loss_of, measured_text
 from gqa.core.errors import plural
 from gqa.core.escape import code_span, markdown
@@ -106,7 +106,7 @@ class Conversion:
             return None
 
         groups = tuple(counts) if len(counts) > 1 else counts[0]
-        return str(before), groups_text(groups)
+        return str(before), kv_heads_text(groups)
 
     def changes(self) -> list[tuple[str, str, str]]:
         """Rows of a table: KV heads and bytes of the cache."""

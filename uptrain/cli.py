@@ -10,15 +10,17 @@ from gqa.core.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
 _EPILOG = """\
+COUNT may end in K, M or B: 64K is 64,000.
+
 Examples:
   gqa-uptrain examples/stdlib-mha-gqa2-refined
   gqa-uptrain examples/stdlib-mha-gqa2-refined --dry-run
   gqa-uptrain examples/stdlib-mha-gqa2-refined --data stdlib:train \\
-      --alpha 0.05 -o stdlib-gqa2
+      --alpha 0.05
   torchrun --nproc_per_node 8 -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
-      --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o stdlib-gqa2
+      --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B
   accelerate launch -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
-      --data train.jsonl -o stdlib-gqa2
+      --data train.jsonl
 """
 
 
@@ -31,7 +33,7 @@ def command(options: TrainOptions) -> None:
     teacher, or the cross-entropy without a teacher. If no step lowers it, MODEL is written
     unchanged. The same command continues a run that was stopped.
 
-    For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
+    For several processes, use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
     import transformers
 

@@ -11,6 +11,8 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.methods.table import METHODS
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import ranks
 from gqa.core.errors import RefusedError, explain
 from gqa.corpus.specs import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
@@ -19,7 +21,7 @@ DEFAULT_TOKENS = 512_000  # to train on by default
 
 
 def decide_defaults(
-    options: TrainOptions, checkpoint: Checkpoint, config: Any
+    options: TrainOptions, checkpoint: Checkpoint, config: Any, watcher: Watcher = SILENT
 ) -> tuple[TrainOptions, Checkpoint | None, str]:
     """Decide what the options leave open and the checkpoint determines.
 
@@ -27,6 +29,7 @@ def decide_defaults(
         options: As the user passed them.
         checkpoint: The model that is trained.
         config: transformers' config of it.
+        watcher: Is warned if the base model is named, but cannot teach.
 
     Returns:
         The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint;
@@ -49,6 +52,13 @@ def decide_defaults(
             f"no --data is given, and there is no teacher to generate the text ({teacher_text}); "
             "pass text with --data, or the base model with --teacher"
         )
+    names_a_base = bool(base_record.get("model"))
+    is_lost = teacher is None and options.teacher == AUTO_TEACHER and names_a_base
+    if is_lost and ranks().is_main_process:
+        watcher.warn(
+            f"there is no teacher ({teacher_text}): the model is trained on text alone. --teacher "
+            "none says so without this warning"
+        )
 
     data = options.data or ("self",)
     is_sampled = is_self(data[0])
@@ -63,8 +73,8 @@ def decide_defaults(
         repeats = teacher is not None and not config.is_encoder_decoder
 
     method = METHODS.get(str(object_in(record, "options").get("method")))
-    has_maps = method is not None and method.reads != "nothing"
-    usual_scope: Scope = "attention" if has_maps else "all"
+    attention_fits = method is not None and method.computes_maps
+    usual_scope: Scope = "attention" if attention_fits else "all"
     train = options.train or usual_scope
 
     options = replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats)
@@ -89,7 +99,7 @@ def _find_teacher(
     name = options.teacher
     is_base_at_hub = name == base_record.get("model") and not Path(name).exists()
     revision = base_record.get("revision") if is_base_at_hub else None  # the one that was converted
-    teacher = open_model(name, revision)
+    teacher = open_model(name, revision, headers_only=True)
     return teacher, name, name + at_commit(teacher)
 
 
@@ -106,6 +116,9 @@ def _find_base(
 
     Returns:
         The base model or None; and its name in words, or why there is none.
+
+    Raises:
+        OSError: This machine is the cause: its disk is full, for example.
     """
     name = base_record.get("model")
     if not name or not isinstance(name, str):
@@ -118,8 +131,8 @@ def _find_base(
     location = local or name
     revision = None if local else base_record.get("revision")
     try:
-        base = open_model(location, revision)
-    except (RefusedError, OSError) as error:
+        base = open_model(location, revision, headers_only=True)
+    except RefusedError as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
     text = f"{location}{at_commit(base)}, the base model (--teacher none: train on text alone)"
     return base, text

@@ -13,24 +13,17 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import find_device, ranks
 from gqa.core.errors import OutputError, RefusedError
-from gqa.corpus.specs import is_self, parse_self
+from gqa.corpus.specs import is_self
 from gqa.models.loading import load_model
 from gqa.models.names import follow_prefix
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run_length import (
-    ENDLESS,
-    check_stated_tokens,
-    count_blocks,
-    count_steps,
-    longest_block,
-    settle_steps,
-)
+from gqa.uptrain.run_length import Length
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import Resolved, precision_name, resolve_options
-from gqa.uptrain.training_time import TrainingTime, step_seconds, writing_seconds
+from gqa.uptrain.training_time import TrainingTime, generating_seconds, training_seconds
 
 
 @dataclass(frozen=True)
@@ -54,33 +47,12 @@ class TrainingNeeds(TrainingMemory):
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long a run is.
-
-    Attributes:
-        steps: Number of steps.
-        blocks: Blocks of a step.
-        block: Tokens of a block.
-    """
-
-    steps: int
-    blocks: int
-    block: int
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step."""
-        return self.blocks * self.block
-
-
-@dataclass(frozen=True)
 class DryRun:
     """The plan of a run.
 
     Attributes:
-        resolved: Options and models.
+        resolved: Options, models and, if no text has to be read for it, the length.
         precision: The dtype of the computation.
-        length: None if only the data says it.
         needs: Memory and disk space.
         time: None if the length is not known.
         warnings: Why its output could not be written.
@@ -88,7 +60,6 @@ class DryRun:
 
     resolved: Resolved
     precision: str
-    length: Length | None
     needs: TrainingNeeds
     time: TrainingTime | None
     warnings: tuple[str, ...]
@@ -103,14 +74,12 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     processes = ranks().num_processes
     resolved = resolve_options(options, processes, watcher)
     _check_text(resolved.options)
-    length = run_length(resolved, processes)
-    needs = training_needs(resolved, length, processes)
+    needs = training_needs(resolved, processes)
     return DryRun(
         resolved=resolved,
         precision=precision_name(resolved.options),
-        length=length,
         needs=needs,
-        time=_training_time(resolved, length, needs, processes),
+        time=_training_time(resolved, needs, processes),
         warnings=tuple(_output_warnings(resolved, needs)),
     )
 
@@ -127,34 +96,7 @@ def _check_text(options: TrainOptions) -> None:
                 next(source.rows())
 
 
-def run_length(resolved: Resolved, processes: int) -> Length | None:
-    """Steps of a run and their size, as far as they do not depend on text, which is not read.
-
-    Returns:
-        None for pairs, and for a share of text whose length is not stated.
-
-    Raises:
-        RefusedError, CorpusError: There is less than one step, or the context is too long.
-    """
-    options = resolved.options
-    if resolved.config.is_encoder_decoder:
-        return None
-    stated = parse_self(options.data[0])[0] if is_self(options.data[0]) else None
-    if options.alpha is not None and not stated:
-        return None
-
-    data_tokens = stated or ENDLESS  # shorter text is read again
-    longest = longest_block(resolved.config, resolved.checkpoint, options)
-    options = settle_steps(options, data_tokens, longest, processes)
-    if not options.lengths:
-        options = replace(options, tokens=data_tokens)
-    n_blocks = count_blocks(options, data_tokens)
-    check_stated_tokens(options, n_blocks, data_tokens)
-    steps = count_steps(n_blocks, options)
-    return Length(steps, options.blocks_per_step, options.block)
-
-
-def training_needs(resolved: Resolved, length: Length | None, processes: int) -> TrainingNeeds:
+def training_needs(resolved: Resolved, processes: int) -> TrainingNeeds:
     """Memory and disk space, by the table of docs/scale.md, and roughly the activations."""
     options = resolved.options
     checkpoint = resolved.checkpoint
@@ -192,28 +134,26 @@ def training_needs(resolved: Resolved, length: Length | None, processes: int) ->
         **asdict(memory),
         parameters=parameters,
         trained=trained,
-        activations=_activations(resolved, length, processes),
+        activations=_activations(resolved, resolved.length, processes),
         result=checkpoint.nbytes,
         teacher_parameters=teacher_parameters,
     )
 
 
-def _training_time(
-    resolved: Resolved, length: Length | None, needs: TrainingNeeds, processes: int
-) -> TrainingTime | None:
+def _training_time(resolved: Resolved, needs: TrainingNeeds, processes: int) -> TrainingTime | None:
     """How long the run takes, if its length is known."""
     options = resolved.options
+    length = resolved.length
     hidden_size = getattr(resolved.config.get_text_config(decoder=True), "hidden_size", None)
     if length is None or not hidden_size:
         return None
 
     device = find_device(options.device)
-    tokens = length.steps * length.tokens_per_step
-    training = step_seconds(
-        tokens,
+    training = training_seconds(
+        length.tokens,
         parameters=needs.parameters,
         trained=needs.trained,
-        teacher=needs.teacher_parameters,
+        teacher_parameters=needs.teacher_parameters,
         checkpointing=options.gradient_checkpointing,
         device=device,
         hidden_size=hidden_size,
@@ -224,9 +164,8 @@ def _training_time(
     teacher = resolved.teacher_checkpoint
     if teacher and is_self(options.data[0]):
         heldout = 0 if options.heldout else options.heldout_tokens
-        generating = writing_seconds(
-            teacher, math.ceil((tokens + heldout) / length.block), length.block, device
-        )
+        sequences = math.ceil((length.tokens + heldout) / length.block_size)
+        generating = generating_seconds(teacher, sequences, length.block_size, device)
     return TrainingTime(device, generating, training / processes)
 
 
@@ -239,12 +178,12 @@ def _activations(resolved: Resolved, length: Length | None, processes: int) -> i
         return None
 
     options = resolved.options
-    micro_batch = options.micro_batch or length.blocks // processes
+    micro_batch = options.micro_batch or length.blocks_per_step // processes
     number_bytes = 2 if precision_name(options) == "bfloat16" else 4
     return activation_memory(
         hidden_size,
         layers,
-        tokens=micro_batch * length.block,
+        tokens=micro_batch * length.block_size,
         number_bytes=number_bytes,
         checkpointing=options.gradient_checkpointing,
     )
@@ -270,7 +209,11 @@ def _output_warnings(resolved: Resolved, needs: TrainingNeeds) -> list[str]:
         out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out
         # While a state is saved, the one before it is still there
         require_space(2 * needs.state, out, what="the saved states of the run take")
-        require_space(needs.result, out)
+        # The trained weights are saved before the result is written, at most in its dtypes
+        trained_bytes = needs.result * needs.trained // needs.parameters
+        require_space(
+            needs.result + trained_bytes, out, what="the result and its trained weights take"
+        )
     except (RefusedError, OutputError) as error:
         return [str(error)]
     return []

@@ -17,13 +17,18 @@ from gqa.uptrain.schedule import depends_on_length
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.training_model import mean_losses, zero_sums
 from gqa.uptrain.weights import local_shard, stored_weights
 
 Weights = dict[str, Tensor]
-NOT_FINITE = (
-    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; pass intact "
-    "checkpoints"
-)
+
+
+def not_finite_error(name: str) -> RefusedError:
+    """The error for a model, or its teacher, whose loss is not finite before any training."""
+    return RefusedError(
+        f"{name} or its teacher has weights that are NaN or infinite: its loss is not finite; pass "
+        "intact checkpoints"
+    )
 
 
 def evaluate(
@@ -34,15 +39,16 @@ def evaluate(
     """
     with stored_weights(setup.model, setup.checkpoint):
         losses = heldout_losses(setup, wrapped)
-    if not progress.step and not math.isfinite(losses["loss"]):
-        raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
+    loss = losses[setup.options.objective]
+    if not progress.step and not math.isfinite(loss):
+        raise not_finite_error(setup.checkpoint.name)
 
-    lowest = progress.heldout_after
+    lowest = progress.lowest_heldout
     if lowest is None:
-        progress.heldout_before = progress.heldout_after = losses
+        progress.first_heldout = progress.lowest_heldout = losses
         best.update(copy_trained(setup, wrapped))
-    elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
-        progress.heldout_after = losses
+    elif math.isfinite(loss) and loss < lowest[setup.options.objective]:
+        progress.lowest_heldout = losses
         progress.best_step = progress.step
         # The last weights are in memory when the result is written
         if progress.step < setup.dataloader.steps:
@@ -52,8 +58,8 @@ def evaluate(
 
 @torch.no_grad()
 def heldout_losses(setup: Setup, wrapped: Any) -> dict[str, float]:
-    """Means per token over the held-out blocks, which the ranks share: `loss`, which training
-    minimizes, and its parts `nats` and, with a teacher, `distillation`.
+    """Means per token, in nats, over the held-out blocks, which the ranks share: `cross_entropy`,
+    and with a teacher `kl`.
     """
     accelerator = setup.accelerator
     device = accelerator.device
@@ -63,35 +69,23 @@ def heldout_losses(setup: Setup, wrapped: Any) -> dict[str, float]:
     micro = setup.micro_batch
 
     wrapped.eval()
-    sums = zero_sums(4, device)  # predictions, nats, distillation, loss
+    sums = zero_sums(device)
     # All ranks make the same number of passes (FSDP waits for them); a rank without a block repeats
     # the first ones, which do not count.
     for start in range(0, len(blocks), micro * ranks):
         share = blocks[start + rank * micro : start + (rank + 1) * micro]
         batch = {name: tensor.to(device) for name, tensor in stack(share or blocks[:1]).items()}
-        loss, numbers = wrapped(**batch)
+        _loss, batch_sums = wrapped(**batch)
         if share:
-            sums += torch.stack([*numbers, loss])
+            sums += batch_sums
     sums = accelerator.reduce(sums, "sum")
     wrapped.train()
 
-    nats, divergence, mean = means(sums)
-    losses = {"loss": mean, "nats": nats}
+    means = mean_losses(sums)
+    losses = {"cross_entropy": means.cross_entropy}
     if setup.options.distills:
-        losses["distillation"] = divergence
+        losses["kl"] = means.kl
     return losses
-
-
-def zero_sums(count: int, device: torch.device) -> Tensor:
-    """(count,) zeros to add numbers of batches to, as exact as the device allows."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(count, dtype=dtype, device=device)
-
-
-def means(sums: Tensor) -> list[float]:
-    """Divide sums (n,) by the first, the number of predictions; return the n - 1 means."""
-    count, *totals = sums.tolist()
-    return [total / max(count, 1.0) for total in totals]
 
 
 def go_back(setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights) -> bool:

@@ -22,6 +22,7 @@ class Log:
         are repeated.
         """
         self._device = setup.accelerator.device
+        self._objective = setup.options.objective
         self._is_main = setup.accelerator.is_main_process
         self._path = setup.metrics
         self._watcher = watcher
@@ -51,7 +52,7 @@ class Log:
             "step": progress.step,
             **numbers,
             "tokens_per_second": round(tokens_per_second, 1),
-            "memory_bytes": memory(self._device),
+            "memory_bytes": peak_bytes(self._device),
         }
         self._append(json.dumps(finite(record)) + "\n")
 
@@ -62,11 +63,11 @@ class Log:
     def went_back(self, progress: TrainingProgress) -> None:
         """Say that the run goes on from its best weights, at a lower learning rate."""
         if self._is_main:
-            share = round(1 / RATE_CUT) ** progress.rate_cuts
+            divisor = round(1 / RATE_CUT) ** progress.rate_cuts
             self._watcher.note(
                 f"step {progress.step:,}: the held-out loss is not lower than at step "
-                f"{progress.best_step:,}; the run goes on from there, at 1/{share} of the learning "
-                "rate"
+                f"{progress.best_step:,}; the run goes on from there, at 1/{divisor} of the "
+                "learning rate"
             )
 
     def _append(self, line: str) -> None:
@@ -85,13 +86,12 @@ class Log:
         self, progress: TrainingProgress, numbers: dict[str, float]
     ) -> dict[str, float]:
         """Losses by the names that people see."""
-        losses = {"loss": numbers["loss"]}
-        if "distillation" in numbers:
-            losses = {"cross-entropy": numbers["loss"], "kl": numbers["distillation"]}
-        if progress.heldout_after:
-            # With a teacher training minimizes, and held-out text measures, the divergence
-            minimized = list(losses)[-1]
-            losses[f"lowest held-out {minimized}"] = progress.heldout_after["loss"]
+        losses = {"cross-entropy": numbers["cross_entropy"]}
+        if "kl" in numbers:
+            losses["kl"] = numbers["kl"]
+        if progress.lowest_heldout:
+            name = self._objective.replace("_", "-")
+            losses[f"lowest held-out {name}"] = progress.lowest_heldout[self._objective]
         return losses
 
 
@@ -104,7 +104,7 @@ def _step_of(line: str) -> int:
     return step if isinstance(step, int) and line.endswith("\n") else 0
 
 
-def memory(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """Peak memory of this process in bytes: of the GPU that it uses, else of the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

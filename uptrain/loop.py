@@ -21,14 +21,12 @@ from gqa.core.devices import out_of_memory
 from gqa.core.errors import DivergedError, RefusedError, StoppedError, UnfinishedError, explain
 from gqa.corpus.streamed import Bookmark, StreamedBlocks
 from gqa.uptrain.evaluation import (
-    NOT_FINITE,
     Weights,
     best_weights,
     copy_trained,
     evaluate,
     go_back,
-    means,
-    zero_sums,
+    not_finite_error,
 )
 from gqa.uptrain.log import Log
 from gqa.uptrain.optimizer import base_rate, forget_moments, make_optimizer, set_rate
@@ -36,7 +34,7 @@ from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import RATE_CUT, evaluates_after, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, load
-from gqa.uptrain.training_model import Batch, split_batch
+from gqa.uptrain.training_model import Batch, mean_losses, split_batch, zero_sums
 from gqa.uptrain.weights import prepare_model
 
 _PROBE_TOKENS = 16  # tokens of the passes that show whether a model draws at random
@@ -76,9 +74,12 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     with _signals() as signals:
         batches = BatchReader(setup, progress.step)
         batches.read_next()
-        if batches.error:
+        (failed,) = _any_rank(accelerator, batches.error is not None)
+        if failed:
             # No step of this run is done, so there is nothing to save
-            raise batches.error
+            raise batches.error or RefusedError(
+                "another process could not read its text; its message says why"
+            )
 
         reading_seconds = 0.0  # how long the batches of a step took to read
         while progress.step < steps:
@@ -160,14 +161,13 @@ def draws_at_random(setup: Setup, wrapped: Any) -> bool:
     if setup.model.config.is_encoder_decoder:
         batch |= {"attention_mask": torch.ones_like(ids), "labels": ids}
 
-    def nats_of_a_pass() -> float:
+    def loss_of_a_pass() -> float:
         _, sums = wrapped(**batch)
-        _predictions, nats, _distillation = sums.tolist()
-        return float(nats)
+        return mean_losses(sums).cross_entropy
 
     wrapped.train()
-    first = nats_of_a_pass()
-    second = nats_of_a_pass()
+    first = loss_of_a_pass()
+    second = loss_of_a_pass()
     # Not exactly: kernels of GPUs may add the same numbers in another order.
     return abs(first - second) > 1e-4 * abs(first)
 
@@ -241,8 +241,8 @@ def train_step(
     The gradient is that of the mean over all predictions of the step.
 
     Returns:
-        (3,) sums over all ranks: predictions, nats, distillation. And the norm of the gradient
-        before clipping.
+        The sums (3,) of `TrainingModel` over all ranks, and the norm of the gradient before
+        clipping.
     """
     device = accelerator.device
     predictions = 0
@@ -258,7 +258,7 @@ def train_step(
     # divide gradients by the number of ranks: the factors in the numerator cancel both.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
 
-    sums = zero_sums(3, device)
+    sums = zero_sums(device)
     for batch in batches:
         with accelerator.accumulate(wrapped):
             loss, batch_sums = wrapped(**batch)
@@ -285,18 +285,18 @@ def _add_step(
     Raises DivergedError if loss or gradient is not finite, RefusedError if the weights that the
     training began with are the reason.
     """
-    cross_entropy, divergence = means(sums)
+    losses = mean_losses(sums)
     is_finite = bool(sums.isfinite().all())
     # With held-out text the weights that the training began with have been evaluated
     is_first_measurement = progress.step == 0 and not setup.dataloader.heldout_blocks
     if is_first_measurement and not is_finite:
-        raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
+        raise not_finite_error(setup.checkpoint.name)
 
     data = setup.dataloader
     step_tokens = data.tokens_until(progress.step + 1) - data.tokens_until(progress.step)
     progress.step += 1
     progress.tokens += step_tokens
-    progress.loss = cross_entropy
+    progress.training_cross_entropy = losses.cross_entropy
     if not is_finite or not math.isfinite(norm):
         raise DivergedError(
             f"loss or gradient was not finite in step {progress.step}; what was saved before is "
@@ -306,12 +306,12 @@ def _add_step(
     numbers = {
         "tokens": progress.tokens,
         "step_tokens": step_tokens,
-        "loss": cross_entropy,  # also if another loss is minimized
+        "cross_entropy": losses.cross_entropy,
         "learning_rate": rate,
         "gradient_norm": norm,
     }
     if setup.options.distills:
-        numbers["distillation"] = divergence
+        numbers["kl"] = losses.kl
     return numbers
 
 

@@ -13,7 +13,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.devices import emulates, free_memory
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.models.loading import WEIGHTS_SHARE, load_model
-from gqa.models.names import follow_prefix, shared_names, sources
+from gqa.models.names import follow_prefix, parameters_of_stored, shared_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.weights import shard_teacher
@@ -105,7 +105,7 @@ def check_exportable(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     checkpoint has.
     """
     known = {name: spec.shape for name, spec in checkpoint.tensors.items()}
-    stored = {name: shape for name, (shape, _) in sources(model).items()}
+    stored = {name: shape for name, (shape, _) in parameters_of_stored(model).items()}
     tied = {
         name.replace(".base_layer.", ".")
         for name, same in shared_names(model).items()

@@ -18,8 +18,29 @@ from gqa.uptrain.dataloader import Dataloader, MakeBlock
 from gqa.uptrain.heldout_blocks import count_held_back, passages_to_exclude
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
-from gqa.uptrain.run_length import count_blocks, count_steps, settle_steps
+from gqa.uptrain.run_length import count_blocks, count_steps, decide_block_and_batch
 from gqa.uptrain.text_data import TextDataBuilder, percent
+
+
+def check_pair_options(options: TrainOptions, name: str) -> None:
+    """Raise RefusedError for options that an encoder-decoder, called `name`, cannot be trained
+    with.
+    """
+    if options.repeats:
+        raise RefusedError(
+            f"repeats works only with decoders, but {name} is an encoder-decoder; remove repeats"
+        )
+    if options.assistant_only_loss:
+        raise RefusedError(
+            f"--assistant-only-loss works only with decoders, but {name} is an encoder-decoder; "
+            "remove --assistant-only-loss"
+        )
+    if options.target_column and options.streaming:
+        raise RefusedError(
+            "--target-column is a column of stored data, not of a stream; remove --streaming"
+        )
+    if options.target_column and options.is_generated:
+        raise RefusedError("--target-column is a column of stored data; pass that data with --data")
 
 
 @dataclass(frozen=True)
@@ -42,23 +63,12 @@ class PairDataBuilder:
     def build(self) -> Dataloader:
         """The data that the options name. Raises RefusedError and CorpusError."""
         options = self.options
-        if options.repeats:
-            raise RefusedError(
-                f"repeats works only with decoders, but {self.encoder.name} is an "
-                "encoder-decoder; remove repeats"
-            )
-        if options.assistant_only_loss:
-            raise RefusedError(
-                f"--assistant-only-loss works only with decoders, but {self.encoder.name} is an "
-                "encoder-decoder; remove --assistant-only-loss"
-            )
-        if options.target_column and (options.streaming or options.is_generated):
-            raise RefusedError(
-                "--target-column is a column of stored data; remove --streaming and --data self"
-            )
-
         if options.target_column:
-            return self._stored_pairs(options.context or self.text.longest)
+            return self._stored_pairs(self.text.largest)
+
+        # Before text is generated, which may take hours
+        if options.heldout or not options.is_generated:
+            self.encoder.require_marks()
         if options.is_generated:
             return self._generated()
         return self._corrupted()
@@ -170,7 +180,9 @@ class PairDataBuilder:
     def _tokens_of_sides(self, table: Documents) -> Ints:
         """(2, D) tokens of the sources and of the targets, with special tokens."""
         special_tokens = np.array(self.encoder.frame_lengths)[:, None]
-        tokens: Ints = np.stack([table.count("source"), table.count("target")]) + special_tokens
+        tokens: Ints = (
+            np.stack([table.lengths_of("source"), table.lengths_of("target")]) + special_tokens
+        )
         return tokens
 
     def _tokens_of_pairs(self, table: Documents, side_length: int) -> Ints:
@@ -190,7 +202,7 @@ class PairDataBuilder:
             tokens = _pairs_of_tokens(tokens, mean_tokens)
         heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
         in_pairs = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
-        return settle_steps(in_pairs, len(table), 1, self.text.ranks)
+        return decide_block_and_batch(in_pairs, len(table), 1, self.text.ranks)
 
 
 def _make_pairs(make: MakeBlock, blocks: list[Block]) -> list[Block]:

@@ -19,7 +19,7 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.write import finite
 from gqa.corpus.specs import parse_self
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.schedule import evaluation_interval, warmup_steps
+from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
 
@@ -65,7 +65,8 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
 def options_used(setup: Setup) -> TrainOptions:
     """The options of a run with what was chosen where an option was left open.
 
-    Its length stays as it was given.
+    Its length stays as it was given; so does `eval_every`, because only a run without it evaluates
+    early.
     """
     options = setup.options
     steps = setup.dataloader.steps
@@ -86,7 +87,6 @@ def options_used(setup: Setup) -> TrainOptions:
         heldout=heldout,
         micro_batch=setup.micro_batch,
         warmup=warmup_steps(options.warmup, options.schedule, steps),
-        eval_every=evaluation_interval(options.eval_every, steps),
         device=options.device or str(setup.accelerator.device),
     )
 
@@ -99,12 +99,15 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
 
     """
     distills = setup.options.distills
-    losses: dict[str, Any] = {"training": progress.loss, "rate_cuts": progress.rate_cuts}
+    losses: dict[str, Any] = {
+        "training": progress.training_cross_entropy,
+        "rate_cuts": progress.rate_cuts,
+    }
 
-    for when, heldout in (("before", progress.heldout_before), ("after", progress.heldout_after)):
-        losses[f"heldout_{when}"] = heldout and heldout["nats"]
+    for when, heldout in (("before", progress.first_heldout), ("after", progress.lowest_heldout)):
+        losses[f"heldout_{when}"] = heldout and heldout["cross_entropy"]
         if distills:
-            losses[f"distillation_{when}"] = heldout and heldout["distillation"]
+            losses[f"distillation_{when}"] = heldout and heldout["kl"]
 
     if not setup.dataloader.heldout_blocks:
         return losses | {"best_step": progress.step, "chosen_by": None}

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gqa.checkpoint.hub import error_chain
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import from_main, on_main, out_of_memory
@@ -119,18 +120,22 @@ def _check_result(setup: Setup) -> None:
 
 def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | None:
     """An error of `train` as one that says what the user can do about it; None if nothing."""
-    if not out_of_memory(error):
-        if mixes_dtypes(setup.accelerator, error):
-            return RefusedError(
-                f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); "
-                "pass --precision float32"
-            )
-        if not setup.options.compile:
-            return None
+    if out_of_memory(error):
+        return _no_memory(setup)
+    if mixes_dtypes(setup.accelerator, error):
+        return RefusedError(
+            f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); pass "
+            "--precision float32"
+        )
+    if _is_of_compiler(error):
         return RefusedError(
             f"training with --compile failed ({explain(error, 200)}); remove --compile"
         )
+    return None
 
+
+def _no_memory(setup: Setup) -> Exception:
+    """The error of a run whose device has too little memory: what needs less, and what is saved."""
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
         f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
@@ -138,10 +143,16 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
     )
     if setup.states.step_directories():
         return UnfinishedError(
-            f"{advice}. With --micro-batch or --gradient-checkpointing the same command continues: "
-            f"{setup.states.how_to_continue()}"
+            f"{advice}. {setup.states.what_is_left()}, also with another --micro-batch and "
+            "--gradient-checkpointing"
         )
     return NoMemoryError(advice)
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    """Whether an error is one of torch.compile, not of what it has compiled."""
+    modules = {type(cause).__module__ for cause in error_chain(error)}
+    return any(name.startswith(("torch._dynamo", "torch._inductor")) for name in modules)
 
 
 def _save_and_write(
@@ -187,7 +198,7 @@ def _finish(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
         if isinstance(error, OSError) and error.filename and error.strerror:
             reason = f"{error.filename}: {error.strerror}"
         raise UnfinishedError(
-            f"the result could not be written: {reason}. But {run.states.how_to_continue()}"
+            f"the result could not be written: {reason}. But {run.states.what_is_left()}"
         ) from error
 
     with suppress(OSError):  # the result is complete: what stays of the states is no reason to fail

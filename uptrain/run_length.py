@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,8 +11,7 @@ import numpy as np
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import MIX, is_plain
-from gqa.corpus.specs import is_self
-from gqa.corpus.tokens import check_ids
+from gqa.corpus.specs import parse_self
 from gqa.models.classes import positions
 from gqa.models.training_memory import MAX_BLOCK
 from gqa.uptrain.options import TrainOptions
@@ -26,20 +25,35 @@ _MAX_BATCH = 8  # blocks of a step
 _MIN_BLOCK = 256  # tokens
 
 
-def find_block_size(
-    config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions
-) -> int:
-    """`longest_block` of a model whose vocabulary has all tokens of its tokenizer.
+@dataclass(frozen=True)
+class Length:
+    """How long a run is.
 
-    Raises RefusedError.
+    Attributes:
+        steps: Number of steps.
+        blocks_per_step: Blocks of a step, over all processes.
+        block_size: Tokens of a block.
     """
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    check_ids(len(tokenizer) - 1, vocabulary, checkpoint.name)
-    return longest_block(config, checkpoint, options)
+
+    steps: int
+    blocks_per_step: int
+    block_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step."""
+        return self.blocks_per_step * self.block_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.steps * self.tokens_per_step
 
 
-def longest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
-    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most.
+def largest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+    """Tokens of a block, unless the run is so short that it gets shorter ones: --context, or by
+    default the model's positions, at most `MAX_BLOCK` (`MAX_PAIR` for an encoder-decoder with
+    relative positions).
 
     Raises RefusedError.
     """
@@ -55,10 +69,42 @@ def longest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) ->
     return options.context or min(longest or default, MAX_BLOCK)
 
 
-def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:
+def length_without_data(
+    options: TrainOptions, config: Any, checkpoint: Checkpoint, processes: int
+) -> Length | None:
+    """How long a run is, as far as that does not depend on text, which is not read.
+
+    Args:
+        options: With data and length decided.
+        config: transformers' config of the model.
+        checkpoint: The model.
+        processes: That share a step.
+
+    Returns:
+        None for pairs, and for a share of text whose length is not stated.
+
+    Raises:
+        RefusedError, CorpusError: There is less than one step, or the context is too long.
+    """
+    largest = largest_block(config, checkpoint, options)
+    if config.is_encoder_decoder:
+        return None
+    stated = parse_self(options.data[0])[0] if options.is_generated else None
+    if options.alpha is not None and not stated:
+        return None
+
+    data_tokens = stated or ENDLESS  # shorter text is read again
+    options = decide_block_and_batch(options, data_tokens, largest, processes)
+    steps = count_steps(count_blocks(options, data_tokens), options)
+    return Length(steps, options.blocks_per_step, options.block)
+
+
+def decide_block_and_batch(
+    options: TrainOptions, data_tokens: int, largest: int, ranks: int
+) -> TrainOptions:
     """The options with the tokens of a block and the blocks of a step decided.
 
-    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a
+    By default a step has eight blocks of `largest` tokens. If that makes less than 250 steps, a
     step has fewer blocks, and blocks are shorter: with few tokens the number of steps decides the
     result (docs/uptraining.md). A constant learning rate keeps the default, so that a longer run
     begins with the steps of a shorter one. `ranks` share a step.
@@ -70,7 +116,7 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
             tokens = int(tokens / MIX["plain"])
     may_shrink = options.steps is None and depends_on_length(options.schedule)
 
-    block = options.context or longest
+    block = options.context or largest
     if may_shrink and options.context is None:
         while tokens < _MIN_STEPS * block and block // 2 >= _MIN_BLOCK:
             block //= 2
@@ -87,11 +133,14 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
 
 def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or
-    that `steps` need. With repeats alpha counts the blocks of text alone. Raises CorpusError if
-    that is less than one block.
+    that `steps` need; without these, all of `--data self:TOKENS`. With repeats alpha counts the
+    blocks of text alone.
+
+    Raises CorpusError if that is less than one block, RefusedError if it is more than --data
+    self:TOKENS states.
     """
     alpha = options.alpha
-    tokens = options.tokens
+    tokens = options.tokens if options.lengths else data_tokens
     size = options.block
 
     if not data_tokens:
@@ -106,7 +155,9 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
         )
 
     if options.steps is not None:
-        return options.steps * options.blocks_per_step
+        blocks = options.steps * options.blocks_per_step
+        _check_stated_tokens(options, blocks, data_tokens)
+        return blocks
     if alpha is not None:
         # Decimal: 0.29 of 100 is 29, not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
@@ -123,25 +174,27 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
 
     blocks = tokens // size
     if alpha is not None and options.repeats:
-        return with_repeating_blocks(blocks)
+        return blocks_with_text(blocks)
+    _check_stated_tokens(options, blocks, data_tokens)
     return blocks
 
 
-def count_plain(blocks: int) -> int:
+def count_text_blocks(blocks: int) -> int:
     """How many of the first blocks are text; the others repeat passages."""
     return int(is_plain(np.arange(blocks)).sum())
 
 
-def with_repeating_blocks(text_blocks: int) -> int:
-    """The most blocks of which so many are text, the others being those that repeat passages."""
-    numbers = np.arange(int(text_blocks / MIX["plain"]) + 8)
-    return int(np.searchsorted(np.cumsum(is_plain(numbers)), text_blocks, "right"))
+def blocks_with_text(text_blocks: int) -> int:
+    """The most blocks of a run in which no more than `text_blocks` are text."""
+    enough = int(text_blocks / MIX["plain"]) + 8  # the kinds alternate unevenly, by a few blocks
+    text_so_far = np.cumsum(is_plain(np.arange(enough)))
+    return int((text_so_far <= text_blocks).sum())
 
 
-def check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int) -> None:
+def _check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int) -> None:
     """Raise RefusedError if so many blocks are more than `--data self:TOKENS` states."""
     tokens = n_blocks * options.block
-    if is_self(options.data[0]) and tokens > data_tokens:
+    if options.is_generated and tokens > data_tokens:
         raise RefusedError(
             f"training takes {tokens:,} tokens, more than --data {options.data[0]}; raise that "
             "number"

@@ -19,7 +19,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.hub import default_output, open_model
+from gqa.checkpoint.hub import default_output, fetch_weights, open_model
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import check_config
@@ -41,6 +41,8 @@ from gqa.uptrain.models import (
     loading_device,
 )
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.pair_data import check_pair_options
+from gqa.uptrain.run_length import Length, length_without_data
 from gqa.uptrain.state import METRICS_LOG, States, find_states, states_directory
 from gqa.uptrain.state_files import State
 from gqa.uptrain.training_model import TrainingModel
@@ -64,6 +66,7 @@ class Resolved:
         checkpoint: The model that is trained.
         teacher_checkpoint: The teacher, if there is one.
         config: transformers' config of the model.
+        length: How long the run is; None if only the data says it.
     """
 
     options: TrainOptions
@@ -71,6 +74,7 @@ class Resolved:
     checkpoint: Checkpoint
     teacher_checkpoint: Checkpoint | None
     config: Any
+    length: Length | None
 
 
 @dataclass(frozen=True)
@@ -155,20 +159,22 @@ def prepare(
 def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> Resolved:
     """Check the options of a run against its model, and decide what they leave open.
 
-    Only configs, headers and records are read. Raises RefusedError and CorpusError.
+    Only configs, headers and records are read; of a hub id, the weights are not fetched yet.
+    Raises RefusedError and CorpusError.
     """
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
     # What the user passed; after the defaults once more, since they may contradict it.
     options.check(processes)
 
-    checkpoint = open_model(options.model, options.revision)
-    for warning in checkpoint.warnings:
-        watcher.warn(warning)
+    checkpoint = open_model(options.model, options.revision, headers_only=True)
+    if ranks().is_main_process:
+        for warning in checkpoint.warnings:
+            watcher.warn(warning)
     if checkpoint.packed:
         raise RefusedError(
             f"{checkpoint.name} has quantized weights, which cannot be trained; train the "
-            "original model, then quantize the result"
+            "unquantized model, then quantize the result"
         )
     check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
@@ -178,9 +184,12 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
             f"--target-column works only with encoder-decoders, but {checkpoint.name} is not one; "
             "remove --target-column"
         )
-    options, teacher, teacher_text = decide_defaults(options, checkpoint, config)
+    options, teacher, teacher_text = decide_defaults(options, checkpoint, config, watcher)
     options.check(processes)
-    return Resolved(options, teacher_text, checkpoint, teacher, config)
+    if config.is_encoder_decoder:
+        check_pair_options(options, checkpoint.name)
+    length = length_without_data(options, config, checkpoint, processes)
+    return Resolved(options, teacher_text, checkpoint, teacher, config, length)
 
 
 def open_run(
@@ -203,6 +212,16 @@ def open_run(
     # Refuses a bad output now
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out
     require_space(checkpoint.nbytes, out)
+
+    # Each process looked for the base model itself
+    if options.teacher != from_main(lambda: options.teacher):
+        raise RefusedError(
+            f"this process has another teacher ({resolved.teacher_text}) than the main process; "
+            "pass it with --teacher, by a name that all machines can read"
+        )
+    fetch_weights(checkpoint)
+    if teacher:
+        fetch_weights(teacher)
 
     accelerator = make_accelerator(options)
     options = replace(options, precision=precision_name(options))

@@ -211,7 +211,7 @@ class States:
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} "
-                f"({reason_of(error)}); {self.how_to_continue()}"
+                f"({reason_of(error)}); {self.what_is_left()}. Free some space"
             ) from error
 
         if accelerator.is_main_process:
@@ -301,14 +301,14 @@ class States:
         """
         return shelves.register(self.fingerprint, self.directory)
 
-    def how_to_continue(self) -> str:
-        """What is left of a run that stops, in words, and how to go on."""
+    def what_is_left(self) -> str:
+        """What is saved of a run that stops, in words, and which command goes on from there."""
         try:
             state = self.latest()
         except RefusedError:
             state = None
         if state is None:
-            return "no state was saved before; free some space, and repeat the command"
+            return "no state was saved before"
 
         if state.is_trained:
             anywhere = ", also with another -o," if self.fingerprint else ""
@@ -319,8 +319,7 @@ class States:
             )
         step = state.record["step"]
         return (
-            f"step {step:,} is saved in {state.path.parent}; free some space, and the same command "
-            "continues from it"
+            f"step {step:,} is saved in {state.path.parent}, and the same command continues from it"
         )
 
     # ------------------------------------------------------------------------------------- removing

@@ -53,24 +53,25 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single p
 class TrainingProgress:
     """The part of a state besides weights and optimizer. Losses are nats per token.
 
-    loss: the cross-entropy of the last step, also with a teacher.
-    heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`,
-    the step with the lowest loss so far; step 0 is the model before training. rate_cuts: how often
-    the run has gone back to the best weights, each time with a lower learning rate.
+    training_cross_entropy: Of the last step, also if there is a teacher.
+    first_heldout, lowest_heldout: Results of `heldout_losses` at the start, and after `best_step`,
+        the step with the lowest loss so far; step 0 is the model before training.
+    rate_cuts: How often the run has gone back to the best weights, each time with a lower learning
+        rate.
     """
 
     step: int = 0
     tokens: int = 0
     best_step: int = 0
-    heldout_before: dict[str, float] | None = None
-    heldout_after: dict[str, float] | None = None
-    loss: float | None = None
+    first_heldout: dict[str, float] | None = None
+    lowest_heldout: dict[str, float] | None = None
+    training_cross_entropy: float | None = None
     rate_cuts: int = 0
 
     @property
     def is_unchanged(self) -> bool:
         """Whether held-out text was measured and no step lowered its loss."""
-        is_measured = self.heldout_before and self.heldout_after
+        is_measured = self.first_heldout and self.lowest_heldout
         return bool(is_measured) and not self.best_step
 
     @classmethod

@@ -74,11 +74,11 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     ]
     if options.tokens:
         lines.append(f"length      {options.tokens:,} tokens")
-    if plan.length:
-        blocks = plural(plan.length.blocks, "block")
+    length = resolved.length
+    if length:
+        blocks = plural(length.blocks_per_step, "block")
         lines.append(
-            f"steps       {plan.length.steps:,}, each of {blocks} "
-            f"({plan.length.tokens_per_step:,} tokens)"
+            f"steps       {length.steps:,}, each of {blocks} ({length.tokens_per_step:,} tokens)"
         )
 
     lines.append(_precision_line(plan.precision))
@@ -107,8 +107,9 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
     resolved = plan.resolved
     options = resolved.options
     teacher = options.teacher if options.distills else None
-    steps = plan.length.steps if plan.length else None
-    tokens_per_step = plan.length.tokens_per_step if plan.length else None
+    length = resolved.length
+    steps = length.steps if length else None
+    tokens_per_step = length.tokens_per_step if length else None
     time = asdict(plan.time) if plan.time else None
     return {
         "dry_run": True,
@@ -223,21 +224,21 @@ def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
 
 def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
     """The held-out losses before and after; empty if nothing is held out."""
-    before = progress.heldout_before
-    after = progress.heldout_after
+    before = progress.first_heldout
+    after = progress.lowest_heldout
     if not (before and after):
         return []
 
     measure = measure_of(run.options)
-    chosen = "distillation" if run.options.distills else "nats"
+    chosen = run.options.objective
     lines = [
         f"held out    {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "
         f"nats per token (lowest: step {progress.best_step:,})"
     ]
     if run.options.distills:
         lines.append(
-            f"            {CROSS_ENTROPY} {before['nats']:.4f} -> {after['nats']:.4f} nats per "
-            "token (not what the step is chosen by)"
+            f"            {CROSS_ENTROPY} {before['cross_entropy']:.4f} -> "
+            f"{after['cross_entropy']:.4f} nats per token (not what the step is chosen by)"
         )
     if progress.is_unchanged:
         lines.append(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from gqa.checkpoint.provenance import file_digests
 from gqa.convert.generate.self_samples import SampledBlocks
 from gqa.core.errors import plural
@@ -27,11 +29,10 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
 from gqa.uptrain.run_length import (
     ENDLESS,
-    check_stated_tokens,
     count_blocks,
-    count_plain,
     count_steps,
-    settle_steps,
+    count_text_blocks,
+    decide_block_and_batch,
 )
 
 # (tokens of a block, number of blocks) -> what the teacher writes
@@ -45,14 +46,14 @@ class TextDataBuilder:
     Attributes:
         options: Of the run.
         encoders: Of the model's tokenizer.
-        longest: Most tokens of a block.
+        largest: Tokens of a block, unless the run is so short that it gets shorter ones.
         ranks: Processes that share a step.
         write: Writes text with the teacher.
     """
 
     options: TrainOptions
     encoders: Encoders
-    longest: int
+    largest: int
     ranks: int = 1
     write: Write | None = None
 
@@ -68,7 +69,7 @@ class TextDataBuilder:
         """Blocks of documents whose tokens are stored."""
         sources = data_sources(self.options)
         text = tokenize(sources, self.encoders)
-        options = self._with_steps(int(text.lengths.sum()))
+        options = self._with_block_and_batch(int(text.lengths.sum()))
         size = options.block
         if size < 2 * SHORTEST:
             options = replace(options, repeats=False)  # no passage fits twice
@@ -93,7 +94,7 @@ class TextDataBuilder:
         # further.
         text_blocks = n_blocks
         if options.repeats:
-            text_blocks = count_plain(n_blocks)
+            text_blocks = count_text_blocks(n_blocks)
         read_tokens = text_blocks * size
         distinct = min(read_tokens, data_tokens)
         order = reading_order(text, lengths, read_tokens, options.seed)
@@ -109,7 +110,7 @@ class TextDataBuilder:
             repeating = plural(n_blocks - text_blocks, "more block")
             summary += f"; {repeating} with repeated passages of them"
         if not text.divisible:
-            longer = int((lengths > size).sum())
+            longer = int((lengths[np.unique(order)] > size).sum())
             if longer:
                 summary += f"; {plural(longer, 'chat')} longer than a block, and cut there"
 
@@ -128,7 +129,7 @@ class TextDataBuilder:
     def _streamed(self) -> Dataloader:
         """Blocks of a source that is read while it is trained on."""
         (source,) = data_sources(self.options)
-        options = self._with_steps(ENDLESS)
+        options = self._with_block_and_batch(ENDLESS)
         steps = count_steps(count_blocks(options, ENDLESS), options)
 
         heldout, heldout_blocks = blocks_of_named_text(options, self.encoders)
@@ -158,14 +159,8 @@ class TextDataBuilder:
         assert self.write is not None
         spec = self.options.data[0]
         data_tokens = parse_self(spec)[0] or ENDLESS
-        options = self._with_steps(data_tokens)
-
-        with_length = options
-        if not options.lengths:
-            with_length = replace(options, tokens=data_tokens)
-        n_blocks = count_blocks(with_length, data_tokens)
-        check_stated_tokens(options, n_blocks, data_tokens)
-        steps = count_steps(n_blocks, options)
+        options = self._with_block_and_batch(data_tokens)
+        steps = count_steps(count_blocks(options, data_tokens), options)
         count = steps * options.blocks_per_step
 
         _, heldout_blocks = blocks_of_named_text(options, self.encoders)
@@ -182,8 +177,9 @@ class TextDataBuilder:
             options, blocks, steps, blocks.fingerprint, summary, heldout_blocks, first
         )
 
-    def _with_steps(self, data_tokens: int) -> TrainOptions:
-        return settle_steps(self.options, data_tokens, self.longest, self.ranks)
+    def _with_block_and_batch(self, data_tokens: int) -> TrainOptions:
+        """The options for data of so many tokens, with context and batch_size decided."""
+        return decide_block_and_batch(self.options, data_tokens, self.largest, self.ranks)
 
 
 def percent(part: int, whole: int) -> str:

@@ -6,7 +6,7 @@ DDP and FSDP hook into a module's forward, so everything that uses parameters ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,35 @@ from gqa.models.chunked_head import ChunkedHead, chunks
 from gqa.uptrain.dropout import has_jitter, turn_off_dropout
 
 Batch = dict[str, Tensor]
-# (rows (n, D) with gradient, their slice) -> (loss to minimize, numbers to report), both summed
-# over the rows.
+# (rows (n, D) with gradient, their slice) -> (loss to minimize, sums to report), both summed over
+# the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+class MeanLosses(NamedTuple):
+    """Means per predicted token, in nats.
+
+    cross_entropy: Of the model.
+    kl: KL divergence of the model from the teacher; 0 without one.
+    """
+
+    cross_entropy: float
+    kl: float
+
+
+def zero_sums(device: torch.device) -> Tensor:
+    """(3,) zeros to add the sums of batches to, as exact as the device allows."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(3, dtype=dtype, device=device)
+
+
+def mean_losses(sums: Tensor) -> MeanLosses:
+    """The means of the sums (3,) that a `TrainingModel` returns: predictions, cross-entropy and KL
+    divergence.
+    """
+    predictions, cross_entropy, kl = sums.tolist()
+    count = max(predictions, 1.0)
+    return MeanLosses(cross_entropy / count, kl / count)
 
 
 class TrainingModel(nn.Module):
@@ -64,8 +90,8 @@ class TrainingModel(nn.Module):
                 the encoder's inputs and `labels` (B, T).
 
         Returns:
-            The loss summed over predictions with a target, and the sums (predictions, nats,
-            distillation) over them.
+            The loss summed over predictions with a target; and the sums (3,) over them: their
+            number, cross-entropy, KL divergence from the teacher (see `mean_losses`).
         """
         inputs, targets = split_batch(batch)
         inputs |= text_types(self.model, inputs["input_ids"])
@@ -74,10 +100,12 @@ class TrainingModel(nn.Module):
         hidden = self._head.hidden(**inputs).flatten(0, 1)
 
         teacher = self._teacher
-        shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
+        sharded_teacher = None
+        if teacher and isinstance(teacher.model, FSDPModule):
+            sharded_teacher = teacher.model
         # Keep the parameters outside of its layers until all slices have passed its head.
-        if shards:
-            shards.unshard()
+        if sharded_teacher:
+            sharded_teacher.unshard()
         with torch.no_grad():
             teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
 
@@ -90,8 +118,8 @@ class TrainingModel(nn.Module):
             return next_token_loss(logits, targets[piece], teacher_logits)
 
         loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
-        if shards:
-            shards.reshard()
+        if sharded_teacher:
+            sharded_teacher.reshard()
 
         predictions = (targets >= 0).sum(dtype=sums.dtype).reshape(1)
         return loss, torch.cat([predictions, sums])
@@ -159,35 +187,36 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss: SliceLoss,
+        loss_of_slice: SliceLoss,
         vocabulary: int,
         differentiate: bool,
         rows: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        total = rows.new_zeros((), dtype=torch.float32)
-        report = None
+        total_loss = rows.new_zeros((), dtype=torch.float32)
+        total_sums = None
         row_gradient = torch.empty_like(rows) if differentiate else None
-        sums: list[Tensor | None] = [None] * len(parameters)
+        head_gradients: list[Tensor | None] = [None] * len(parameters)
 
         for piece in chunks(len(rows), vocabulary, rows.device):
             with torch.set_grad_enabled(differentiate):
                 leaf = rows[piece].detach().requires_grad_(differentiate)
-                value, numbers = loss(leaf, piece)
-            total += value.detach()
-            report = numbers.detach() if report is None else report + numbers.detach()
+                loss, sums = loss_of_slice(leaf, piece)
+            total_loss += loss.detach()
+            total_sums = sums.detach() if total_sums is None else total_sums + sums.detach()
 
             if row_gradient is not None:
                 with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
                     row_gradient[piece], *gradients = torch.autograd.grad(
-                        value, [leaf, *parameters], allow_unused=True
+                        loss, [leaf, *parameters], allow_unused=True
                     )
-                sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
+                pairs = zip(head_gradients, gradients, strict=True)
+                head_gradients = [_add_in_float32(before, part) for before, part in pairs]
 
-        ctx.gradients = None if row_gradient is None else (row_gradient, *sums)
-        assert report is not None
-        ctx.mark_non_differentiable(report)
-        return total, report
+        ctx.gradients = None if row_gradient is None else (row_gradient, *head_gradients)
+        assert total_sums is not None
+        ctx.mark_non_differentiable(total_sums)
+        return total_loss, total_sums
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
@@ -205,57 +234,58 @@ class _ChunkedSum(torch.autograd.Function):
         return None, None, None, *scaled
 
 
-def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Add in float32: in bfloat16 rounding would lose the gradients of small slices."""
+def _add_in_float32(before: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """The sum of gradients: in bfloat16 rounding would lose those of small slices."""
     if before is None or part is None:
         return before if part is None else part.float()
     return before.add_(part)
 
 
 def chunked_sum(
-    loss: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
+    loss_of_slice: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `loss` over slices of rows, differentiable (once) in the rows and in the head's
+    """Sum of a loss over slices of rows, differentiable (once) in the rows and in the head's
     parameters.
 
     Args:
-        loss: The loss of a slice.
+        loss_of_slice: The loss of a slice, and the sums that it reports.
         vocabulary: V, which sizes the slices.
         rows: (N, D).
         parameters: Those of the head; all need a gradient.
 
     Returns:
-        The sum, and the summed numbers to report.
+        The loss, and the sums to report, over all slices.
     """
     differentiate = torch.is_grad_enabled()
-    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(
-        loss, vocabulary, differentiate, rows, *parameters
+    totals: tuple[Tensor, Tensor] = _ChunkedSum.apply(
+        loss_of_slice, vocabulary, differentiate, rows, *parameters
     )  # type: ignore[no-untyped-call]
-    return sums
+    return totals
 
 
 def next_token_loss(
-    logits: Tensor, targets: Tensor, teacher: Tensor | None = None
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss: cross-entropy, or with a teacher distillation.
+    """The summed loss: cross-entropy, or with a teacher the KL divergence from it.
 
-    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2), over the
-    tokens that both have: checkpoints of one tokenizer may be padded to different numbers of rows.
+    That is KL(teacher || student), the loss of distillation (Hinton et al., arXiv 1503.02531,
+    section 2), over the tokens that both have: checkpoints of one tokenizer may be padded to
+    different numbers of rows.
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
         targets: (n,) ids; rows of -100 do not count.
-        teacher: (n, W) of the teacher, or None.
+        teacher_logits: (n, W) of the teacher, or None.
 
     Returns:
-        The loss, and (sum of nats, sum of distillation).
+        The loss, and (2,) the summed cross-entropy and KL divergence.
     """
     logits = logits.float()
-    likelihood = nats(logits, targets).sum()
-    if teacher is None:
-        return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
+    cross_entropy = nats(logits, targets).sum()
+    if teacher_logits is None:
+        return cross_entropy, torch.stack([cross_entropy, cross_entropy.new_zeros(())])
 
-    p, q = common_log_probabilities(teacher.float(), logits)
-    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-    divergence = kl.where(targets >= 0, 0.0).sum()
-    return divergence, torch.stack([likelihood, divergence])
+    p, q = common_log_probabilities(teacher_logits.float(), logits)
+    kl_of_rows = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    kl = kl_of_rows.where(targets >= 0, 0.0).sum()
+    return kl, torch.stack([cross_entropy, kl])

@@ -38,12 +38,12 @@ class TrainingTime:
         return self.generating + self.training
 
 
-def step_seconds(
+def training_seconds(
     tokens: int,
     *,
     parameters: int,
     trained: int,
-    teacher: int,
+    teacher_parameters: int,
     checkpointing: bool,
     device: str,
     hidden_size: int,
@@ -57,7 +57,7 @@ def step_seconds(
         tokens: Of all steps.
         parameters: Number of parameters of the model.
         trained: Number of those that train.
-        teacher: Number of parameters of the teacher; 0 without one.
+        teacher_parameters: Number of parameters of the teacher; 0 without one.
         checkpointing: Whether activations are computed twice.
         device: That of the process.
         hidden_size: Of the model: narrow matrices are multiplied less fast.
@@ -66,23 +66,23 @@ def step_seconds(
     forward = 2 * parameters if checkpointing else parameters
     backward = parameters + trained  # gradients of activations, and of weights
     # Each parameter multiplies and adds once.
-    operations = 2 * tokens * (forward + backward + teacher)
+    operations = 2 * tokens * (forward + backward + teacher_parameters)
     if device.startswith("cpu"):
         return _CPU_OVERHEAD[dtype] * operations / measure_flops(device, hidden_size)
     return _GPU_OVERHEAD * operations / measure_flops(device, hidden_size, dtype)
 
 
-def writing_seconds(teacher: Checkpoint, sequences: int, length: int, device: str) -> float:
+def generating_seconds(teacher: Checkpoint, sequences: int, length: int, device: str) -> float:
     """Seconds until a model has generated so many sequences of `length` tokens on a device."""
     source = recast_as_is(teacher)
     config = read_config(source.config, source.name)
     workload = generation_workload(
         parameters=source.parameters,
         layers=config.layers,
-        vocabulary=int(config.text.vocab_size),
+        vocabulary=int(config.text_config.vocab_size),
         cache_bytes_per_token=checkpoint_cache(source).bytes_per_token,
         sequences=sequences,
         length=length,
         device=device,
     )
-    return workload_seconds(workload, device, int(config.text.hidden_size))
+    return workload_seconds(workload, device, int(config.text_config.hidden_size))

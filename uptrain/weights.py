@@ -23,7 +23,7 @@ from gqa.core.compat import layer_classes
 from gqa.core.devices import ranks
 from gqa.core.errors import OutputError
 from gqa.models.loading import read_shards
-from gqa.models.names import sources
+from gqa.models.names import parameters_of_stored
 from gqa.uptrain.training_model import TrainingModel
 
 LORA_ALPHA = 32  # adapters (LoRA, arXiv 2106.09685) are scaled by LORA_ALPHA / rank
@@ -89,7 +89,7 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, list[str]]:
 
     return {
         stored: names
-        for stored, (_, names) in sources(model).items()
+        for stored, (_, names) in parameters_of_stored(model).items()
         if not frozen.issuperset(names)
     }
 
@@ -180,7 +180,7 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
 def stored_dtypes(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
     """The dtype in which each parameter is stored, by the parameter's name."""
     dtypes: dict[str, str] = {}
-    for stored, (_, names) in sources(model).items():
+    for stored, (_, names) in parameters_of_stored(model).items():
         spec = checkpoint.tensors.get(stored)
         if spec is not None:
             dtypes |= dict.fromkeys(names, spec.dtype)

@@ -44,22 +44,28 @@ def host_room() -> int:
 
 
 def sequences_of_model(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
-    """Number of sequences of `length` tokens whose caches and logits fit into three quarters of
-    `free` bytes.
+    """Number of sequences of `length` tokens whose caches and logits fit into `free` bytes
+    (`sequences_of_size`).
     """
-    vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
+    vocabulary = int(read_config(checkpoint.config, checkpoint.name).text_config.vocab_size)
     logits_bytes = BYTES_PER_LOGIT * vocabulary
     sequence_bytes = kv_bytes(checkpoint, length, dtype) + logits_bytes
     return sequences_of_size(free, sequence_bytes)
 
 
 def sequences_of_size(free: int, sequence_bytes: int) -> int:
-    """Number of sequences of so many bytes that are sampled at the same time in `free` bytes."""
+    """Number of sequences of so many bytes that are sampled at the same time in three quarters of
+    `free` bytes.
+    """
     return min(_KERNEL_SEQUENCES, free * 3 // 4 // sequence_bytes)
 
 
 def kv_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the KV cache of a sequence of `length` tokens in this dtype."""
+    """Bytes of the KV cache of a sequence of `length` tokens in this dtype.
+
+    As if no layer had a window, and without cross-attention: it is part of the identity of stored
+    text, so it cannot change.
+    """
     cache = checkpoint_cache(checkpoint)
     numbers_per_token = cache.bytes_per_token // cache.bytes_per_number
     return numbers_per_token * dtype.itemsize * length

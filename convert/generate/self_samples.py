@@ -91,7 +91,7 @@ def sampled_blocks(
     device: str,
     checkpoint: Checkpoint,
     *,
-    size: int,
+    block_size: int,
     n_blocks: int,
     seed: int,
     plain: bool,
@@ -108,7 +108,7 @@ def sampled_blocks(
             called with `device="auto"` too.
         device: Where the model writes.
         checkpoint: The model.
-        size: Tokens of a block.
+        block_size: Tokens of a block.
         n_blocks: Number of blocks.
         seed: Of the text. With the same seed, more blocks begin with the same ones.
         plain: Whether to return blocks as the model wrote them. Otherwise some get repeated
@@ -122,7 +122,7 @@ def sampled_blocks(
         RefusedError: The model cannot be sampled from.
     """
     source = recast_as_is(checkpoint)
-    config = read_config(source.config, source.name).text
+    config = read_config(source.config, source.name).text_config
     if id_limit is not None and id_limit >= int(config.vocab_size):
         id_limit = None  # the model has no token that would have to be excluded
 
@@ -136,14 +136,14 @@ def sampled_blocks(
 
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = fast_dtype(device)
-    fitting = MAX_CACHE_BYTES // kv_bytes(source, size, dtype)
+    fitting = MAX_CACHE_BYTES // kv_bytes(source, block_size, dtype)
     batch_size = max(1, min(MAX_BATCH, fitting))
 
     sampler = _BlockSampler(
         load=load,
         device=device,
         checkpoint=source,
-        block_size=size,
+        block_size=block_size,
         batch_size=batch_size,
         dtype=dtype,
         seed=seed,
@@ -156,14 +156,14 @@ def sampled_blocks(
     identity = sampler.identify(samples_identity(checkpoint, trust_remote_code))
     path = store_batches(
         identity,
-        block_size=size,
+        block_size=block_size,
         batch_size=batch_size,
         n_blocks=n_blocks,
         sample=sampler.sample,
     )
     kind = "plain" if plain else MIX
     fingerprint = f"self {path.stem} {kind}"
-    return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
+    return SampledBlocks(path, block_size, n_blocks, fingerprint, seed, start, plain)
 
 
 @dataclass(frozen=True)

@@ -47,28 +47,28 @@ class ModelConfig:
     Attributes:
         raw: config.json.
         owner: The path in `raw` of the config with the head counts.
-        text: transformers' config object of the text model.
+        text_config: transformers' config object of the text model.
         family: How the model type stores and counts its heads.
     """
 
     raw: dict[str, Any]
     owner: tuple[str, ...]
-    text: Any
+    text_config: Any
     family: Family
 
     @property
     def layers(self) -> int:
-        return int(getattr(self.text, self.family.layers_field))
+        return int(getattr(self.text_config, self.family.layers_field))
 
     @property
     def symmetry(self) -> Symmetry | str:
         """How its heads can be changed, or why they cannot."""
-        return self.family.symmetry(self.text)
+        return self.family.symmetry(self.text_config)
 
     @property
     def why_not_layerwise(self) -> str | None:
         """Why the model cannot be run layer by layer on text; None if no reason is known."""
-        return self.family.not_layerwise.get(listed_as(self.text.model_type))
+        return self.family.not_layerwise.get(listed_as(self.text_config.model_type))
 
     def heads(self, layer: int) -> LayerHeads:
         """Heads of one layer.
@@ -77,11 +77,11 @@ class ModelConfig:
         """
         if layer >= self.layers:
             return self.main_heads
-        return self.family.heads(self.text, layer)
+        return self.family.heads(self.text_config, layer)
 
     def shares_kv(self, layer: int) -> bool:
         """Whether a layer reads the keys and values of an earlier one and has none of its own."""
-        sharing = int(getattr(self.text, "num_kv_shared_layers", 0) or 0)  # the last layers
+        sharing = int(getattr(self.text_config, "num_kv_shared_layers", 0) or 0)  # the last layers
         return self.layers - sharing <= layer < self.layers
 
     @cached_property
@@ -89,12 +89,12 @@ class ModelConfig:
         """Heads of the main layer type, to which `--kv-heads` refers: of the first layer that has
         as many KV heads as the config states, else of the first layer.
         """
-        by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
+        by_layer = [self.family.heads(self.text_config, layer) for layer in range(self.layers)]
 
-        # Families whose layers differ in heads all state num_key_value_heads; the main type is the
-        # one that has as many. Others fall through to the first layer, which is like all others.
+        # Only families without `edits` state num_key_value_heads. Where their layers differ, the
+        # main type is the one with the stated number; elsewhere the first is like all others.
         if self.family.edits is None:
-            count = self.text.to_dict().get("num_key_value_heads")
+            count = self.text_config.to_dict().get("num_key_value_heads")
             for heads in by_layer:
                 if heads.kv == count:
                     return heads
@@ -103,7 +103,7 @@ class ModelConfig:
     @property
     def average_kv(self) -> float:
         """KV heads per layer: of the main type; of our types with heads by layer the average."""
-        is_by_layer_type = listed_as(self.text.model_type) != self.text.model_type
+        is_by_layer_type = listed_as(self.text_config.model_type) != self.text_config.model_type
         if not is_by_layer_type:
             return self.main_heads.kv
 
@@ -138,17 +138,17 @@ def check_config(raw: dict[str, Any], name: str) -> None:
 
 def _parse(raw: dict[str, Any], name: str) -> ModelConfig:
     """As `read_config`, but the values of the text part are not checked yet."""
-    text: Any = read_outer_config(raw, name)
+    text_config: Any = read_outer_config(raw, name)
     model_type: Any = raw["model_type"]
     path = NESTED.get(model_type, ())
     for step in path:
-        text = getattr(text, step, None)
-        model_type = getattr(text, "model_type", None)
+        text_config = getattr(text_config, step, None)
+        model_type = getattr(text_config, "model_type", None)
         if not isinstance(model_type, str):
             raise CorruptError(f"{name}: {step} of config.json has no model_type; correct it")
 
-    refuse_model_type(model_type, text, name)
-    family = next((family for family in FAMILIES if family.matches(model_type, text)), None)
+    refuse_model_type(model_type, text_config, name)
+    family = next((family for family in FAMILIES if family.matches(model_type, text_config)), None)
     if family is None:
         model_types = chain.from_iterable(family.symmetries for family in FAMILIES)
         supported = listing(model_types, 8)
@@ -160,7 +160,7 @@ def _parse(raw: dict[str, Any], name: str) -> ModelConfig:
     owner = path
     if config_at(raw, path) is None:  # config.json leaves it out
         owner = ()
-    return ModelConfig(raw, owner, text, family)
+    return ModelConfig(raw, owner, text_config, family)
 
 
 def read_outer_config(raw: dict[str, Any], name: str) -> Any:
@@ -251,25 +251,45 @@ def _check(config: ModelConfig, name: str) -> None:
     """Raise CorruptError for values that transformers' config classes accept, although nothing can
     be computed with them: impossible numbers of layers or heads, and entries of the wrong type.
     """
-    layers = getattr(config.text, config.family.layers_field)
+    _check_layers(config, name)
+    _check_entries(config, name)
+    _check_head_counts(config, name)
+    _check_rotary(config, name)
+
+
+def _check_layers(config: ModelConfig, name: str) -> None:
+    """Raise CorruptError for an impossible number of layers."""
+    layers = getattr(config.text_config, config.family.layers_field)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
         raise CorruptError(
             f"{name}: config.json has {layers or 'no'} layers, but 1 to {MAX_COUNT} are allowed; "
             "correct it"
         )
 
-    for key, (allows, allowed) in _ALLOWED_VALUES.items():
-        value = getattr(config.text, key, None)
-        if value is not None and not allows(value):
+
+def _check_entries(config: ModelConfig, name: str) -> None:
+    """Raise CorruptError for entries with values that nothing can be computed with."""
+    for key, (is_allowed, allowed) in _ALLOWED_VALUES.items():
+        try:
+            value = getattr(config.text_config, key, None)
+        except RuntimeError as error:  # transformers': `per_layer_config` has several values
+            raise RefusedError(
+                f"{name}: per_layer_config of config.json gives layers a {key} of their own, "
+                "which is not supported"
+            ) from error
+        if value is not None and not is_allowed(value):
             raise wrong(name, key, value, f"{allowed} is allowed")
 
-    shared = getattr(config.text, "num_kv_shared_layers", None) or 0
-    if shared >= layers:
-        allowed = f"a number below that of the layers, {layers}, is allowed"
+    shared = getattr(config.text_config, "num_kv_shared_layers", None) or 0
+    if shared >= config.layers:
+        allowed = f"a number below that of the layers, {config.layers}, is allowed"
         raise wrong(name, "num_kv_shared_layers", shared, allowed)
 
+
+def _check_head_counts(config: ModelConfig, name: str) -> None:
+    """Raise CorruptError for numbers of heads of a layer that make no sense."""
     try:
-        heads = {config.heads(layer) for layer in range(layers)}
+        heads = {config.heads(layer) for layer in range(config.layers)}
     except _ERRORS_OF_WRONG_VALUES as error:
         entry = culprit(config.raw, _read_heads)
         cause = f" because of {entry}" if entry else ""
@@ -279,10 +299,13 @@ def _check(config: ModelConfig, name: str) -> None:
         ) from error
     _check_heads(heads, name)
 
+
+def _check_rotary(config: ModelConfig, name: str) -> None:
+    """Raise CorruptError if no rotary embedding can be made of the config."""
     try:
         _read_rotary(config)
     except _ERRORS_OF_WRONG_VALUES as error:
-        value = getattr(config.text, "rope_parameters", None)
+        value = getattr(config.text_config, "rope_parameters", None)
         reason = f"no rotary embedding can be made of that ({explain(error)})"
         raise wrong(name, "rope_parameters", value, reason) from error
 
@@ -302,11 +325,11 @@ def _read_rotary(config: ModelConfig) -> None:
     if not isinstance(symmetry, Symmetry):
         return
 
-    kinds = getattr(config.text, "layer_types", None) or [""]
+    kinds = getattr(config.text_config, "layer_types", None) or [""]
     for kind in set(kinds):
         layer = kinds.index(kind)
         if layer < config.layers:
-            rotary = symmetry.rotary(config.text, layer, config.heads(layer).key_dim)
+            rotary = symmetry.rotary(config.text_config, layer, config.heads(layer).key_dim)
             if not all(map(math.isfinite, rotary.frequencies)):
                 raise ValueError("its frequencies are not finite")
 
@@ -322,6 +345,11 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
                 "divides the first; correct it"
             )
 
+        if layer.query > MAX_COUNT:  # numbers of KV heads are counted up to it
+            raise CorruptError(
+                f"{name}: config.json asks for {layer.query} query heads, but at most {MAX_COUNT} "
+                "are allowed; correct it"
+            )
         dim = max(layer.key_dim, layer.value_dim)
         if dim > MAX_DIM:  # a list of each dimension's frequency is made
             raise CorruptError(
@@ -330,13 +358,13 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
             )
 
 
-def refuse_model_type(model_type: str, text: Any, name: str) -> None:
+def refuse_model_type(model_type: str, text_config: Any, name: str) -> None:
     """Raise for architectures known not to be convertible, with the reason and what to do
     instead.
     """
     reason = REFUSED.get(model_type)
     # Multi-head latent attention, under any model type.
-    has_latent_attention = getattr(text, "kv_lora_rank", None)
+    has_latent_attention = getattr(text_config, "kv_lora_rank", None)
     if not reason and has_latent_attention:
         reason = REFUSED["deepseek_v3"]
     if not reason:

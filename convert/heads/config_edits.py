@@ -12,7 +12,7 @@ from typing import Any
 
 from gqa.checkpoint.model_config import parts, without_keys
 from gqa.convert.heads.config import ModelConfig, config_at, read_config
-from gqa.convert.heads.family import Edits, Groups
+from gqa.convert.heads.family import Edits, KVCounts
 from gqa.convert.heads.layouts import LayerHeads
 from gqa.core.errors import RefusedError
 from gqa.models.custom_code import loads_as_decilm
@@ -21,40 +21,40 @@ from gqa.models.custom_code import loads_as_decilm
 QUANTIZATION = {"quantization_config", "compression_config", "quantization"}
 
 
-def valid_groups(config: ModelConfig) -> list[int]:
+def valid_kv_heads(config: ModelConfig) -> list[int]:
     """Every G that the family can represent: divisors of Hk, and multiples of Hk that divide H."""
     main = config.main_heads
     layers = {main, *(config.heads(layer) for layer in range(config.layers))}
 
-    def fits(groups: int) -> bool:
+    def fits(kv_heads: int) -> bool:
         """Whether each layer can have its share of KV heads."""
         for heads in layers:
-            kv, rest = divmod(heads.kv * groups, main.kv)
+            kv, rest = divmod(heads.kv * kv_heads, main.kv)
             if not kv or rest or heads.query % kv:
                 return False
             if heads.kv % kv and kv % heads.kv:  # neither merged nor repeated evenly
                 return False
-        return groups == main.kv or _new_counts(config, {}, groups) is not None
+        return kv_heads == main.kv or _new_counts(config, {}, kv_heads) is not None
 
-    return [groups for groups in range(1, main.query + 1) if fits(groups)]
+    return [kv_heads for kv_heads in range(1, main.query + 1) if fits(kv_heads)]
 
 
-def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
+def target_heads(config: ModelConfig, layer: int, kv_heads: KVCounts) -> LayerHeads:
     """Heads of a layer after the conversion.
 
     A single G keeps the ratio of KV heads between layer types.
     """
     heads = config.heads(layer)
-    if isinstance(groups, int):
-        return replace(heads, kv=heads.kv * groups // config.main_heads.kv)
-    if layer >= len(groups):  # it predicts further tokens
-        return replace(heads, kv=max(groups))
-    return replace(heads, kv=groups[layer])
+    if isinstance(kv_heads, int):
+        return replace(heads, kv=heads.kv * kv_heads // config.main_heads.kv)
+    if layer >= len(kv_heads):  # it predicts further tokens
+        return replace(heads, kv=max(kv_heads))
+    return replace(heads, kv=kv_heads[layer])
 
 
 def edit_config(
     config: ModelConfig,
-    groups: Groups,
+    kv_heads: KVCounts,
     name: str,
     dtype: str | None = None,
     quantized: bool = False,
@@ -63,7 +63,7 @@ def edit_config(
 
     Args:
         config: The config of the base model.
-        groups: KV heads of the result.
+        kv_heads: KV heads of the result.
         name: The checkpoint's name, for errors.
         dtype: The dtype to state, if it changes.
         quantized: Whether tensors are quantized; keys of quantization go unless they are.
@@ -78,12 +78,12 @@ def edit_config(
     raw = copy.deepcopy(config.raw) if quantized else without_quantization(config.raw)
     if dtype:
         _set_dtype(raw, dtype)
-    _set_counts(raw, config, groups)
+    _set_counts(raw, config, kv_heads)
 
     new = read_config(raw, name)
     for layer in range(config.layers):
         actual = new.heads(layer)
-        expected = target_heads(config, layer, groups)
+        expected = target_heads(config, layer, kv_heads)
         if actual != expected:
             raise RefusedError(
                 f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the "
@@ -100,54 +100,55 @@ def _set_dtype(raw: dict[str, Any], dtype: str) -> None:
                 part[key] = dtype
 
 
-def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> None:
+def _set_counts(raw: dict[str, Any], config: ModelConfig, kv_heads: KVCounts) -> None:
     """Change the counts of KV heads in config.json."""
     owner: dict[str, Any] = config_at(raw, config.owner)
-    most = groups if isinstance(groups, int) else max(groups)
+    most = kv_heads if isinstance(kv_heads, int) else max(kv_heads)
 
     # 1. The number of all layers.
     for dotted, value in (_new_counts(config, owner, most) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
         for step in steps:
-            part = part.setdefault(step, {})
+            part[step] = part.get(step) or {}  # it may be null
+            part = part[step]
         part[key] = value
         if config.owner and not steps and key in raw:
             raw[key] = value  # some larger models state the counts of their text part twice
 
     # 2. Those of layers that differ.
-    if isinstance(groups, tuple):
+    if isinstance(kv_heads, tuple):
         owner["per_layer_config"] = {
             str(layer): {"num_key_value_heads": count}
-            for layer, count in enumerate(groups)
+            for layer, count in enumerate(kv_heads)
             if count < most
         }
     else:  # the base model's layers keep their ratio
         for override in (owner.get("per_layer_config") or {}).values():
             count = override.get("num_key_value_heads")
             if count is not None:
-                override["num_key_value_heads"] = count * groups // config.main_heads.kv
+                override["num_key_value_heads"] = count * kv_heads // config.main_heads.kv
 
     # 3. For llama.cpp's converter, which reads nothing but config.json.
-    if loads_as_decilm(config.text.model_type):
-        counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
+    if loads_as_decilm(config.text_config.model_type):
+        counts = [target_heads(config, layer, kv_heads).kv for layer in range(config.layers)]
         owner["num_key_value_heads_per_layer"] = counts
 
 
-def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
+def _new_counts(config: ModelConfig, owner: dict[str, Any], kv_heads: int) -> Edits | None:
     """New values by dotted key below the owner of the head counts.
 
-    None if `groups` heads are impossible.
+    None if `kv_heads` heads are impossible.
     """
     if config.family.edits is not None:
-        return config.family.edits(groups, config.main_heads, config.text)
+        return config.family.edits(kv_heads, config.main_heads, config.text_config)
 
     first, *rest = config.family.kv_fields
-    counts = {first: groups}
+    counts = {first: kv_heads}
     for key in rest:
         count = owner.get(key)
         if isinstance(count, int):
-            counts[key] = count * groups // config.main_heads.kv
+            counts[key] = count * kv_heads // config.main_heads.kv
     return counts
 
 

@@ -26,21 +26,22 @@ from gqa.convert.heads.layouts import LayerHeads, Layout, Rule, Separate, Transp
 from gqa.convert.heads.rotary import Pairing, Rotary, rope_parameters, rotary_frequencies
 from gqa.models.custom_code import listed_as
 
-# G of a result: of all layers (where types of layers differ, of the main one; the others in
+# KV heads of a result: of all layers (where types of layers differ, of the main one; the others in
 # proportion), or of each.
-Groups = int | tuple[int, ...]
+KVCounts = int | tuple[int, ...]
 
 
-def heads_suffix(groups: int) -> str:
+def heads_suffix(kv_heads: int) -> str:
     """What a number of KV heads adds to the name of a model: `-gqa4`, and `-mqa` for one."""
-    return "-mqa" if groups == 1 else f"-gqa{groups}"
+    return "-mqa" if kv_heads == 1 else f"-gqa{kv_heads}"
 
 
-def groups_text(groups: Groups) -> str:
+def kv_heads_text(kv_heads: KVCounts) -> str:
     """`2`, or `1 to 3 (1.67 on average)`."""
-    if isinstance(groups, int):
-        return str(groups)
-    return f"{min(groups)} to {max(groups)} ({sum(groups) / len(groups):.3g} on average)"
+    if isinstance(kv_heads, int):
+        return str(kv_heads)
+    average = sum(kv_heads) / len(kv_heads)
+    return f"{min(kv_heads)} to {max(kv_heads)} ({average:.3g} on average)"
 
 
 def embedding_multiplier(config: Any) -> float:

@@ -95,9 +95,9 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
         numbers: The layers with their own keys and values.
         dtype: The dtype of the cache, as safetensors names it.
     """
-    text = config.text
+    text_config = config.text_config
 
-    block_types = getattr(text, "layers_block_type", None) or []
+    block_types = getattr(text_config, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
 
@@ -107,27 +107,27 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
         if predicts_further_tokens or config.shares_kv(layer):
             continue
         heads = config.heads(layer)
-        window = _window(text, layer)
+        window = _window(text_config, layer)
         layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, window))
 
     has_cross_attention = bool(config.family.cross_attention)
     crosses = has_cross_attention and transformers_config(config.raw).is_encoder_decoder
-    context = getattr(text, "max_position_embeddings", None)
+    context = getattr(text_config, "max_position_embeddings", None)
     return KVCache(tuple(layers), BITS[dtype] // 8, context, cross=crosses)
 
 
-def _window(text: Any, layer: int) -> int | None:
+def _window(text_config: Any, layer: int) -> int | None:
     """Tokens that a layer caches at most; None without such a limit."""
-    types = getattr(text, "layer_types", None)
+    types = getattr(text_config, "layer_types", None)
     if types and layer < len(types):
         chunked = "chunked" in types[layer]
         slides = "sliding" in types[layer]
     else:
         chunked = False
-        slides = bool(getattr(text, "use_sliding_window", True))
+        slides = bool(getattr(text_config, "use_sliding_window", True))
     if not (chunked or slides):
         return None
 
     key = "attention_chunk_size" if chunked else "sliding_window"
-    window = getattr(text, key, None) or 0
+    window = getattr(text_config, key, None) or 0
     return window if window > 0 else None

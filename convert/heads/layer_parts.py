@@ -29,8 +29,8 @@ _MLPS = (
     (None, "c_fc", "c_proj"),
     (None, "dense_h_to_4h", "dense_4h_to_h"),
 )
-# Norms after attention and after the MLP, where there are both; alone, the first name is the norm
-# before the MLP.
+# Names of the norms after attention and after the MLP. If only the first name is stored, it is the
+# norm before the MLP (Llama).
 _NORMS_AFTER = (
     ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -135,13 +135,21 @@ def _mlp_names(stored: Collection[str]) -> tuple[str | None, str, str] | None:
 
 
 def _activation(config: Any) -> str | None:
-    """The name of the activation of a config; None if transformers has none of that name."""
+    """The name of the activation of a config.
+
+    None if transformers has none of that name, if layers differ in it, or if it has parameters
+    (xIELU of Apertus).
+    """
     from transformers.activations import ACT2FN
 
     for field in _ACTIVATIONS:
-        name = getattr(config, field, None)
+        try:
+            name = getattr(config, field, None)
+        except RuntimeError:  # transformers': `per_layer_config` has several values
+            return None
         if isinstance(name, str) and name in ACT2FN:
-            return name
+            has_parameters = any(True for _ in ACT2FN[name].parameters())
+            return None if has_parameters else name
     return None
 
 
@@ -175,9 +183,9 @@ def can_estimate_inputs(
     Each layer then has one of the attention `modules`, and one MLP.
     """
     symmetry = config.symmetry
-    text = config.text
-    width = int(getattr(text, "hidden_size", 0))
-    if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text, width):
+    text_config = config.text_config
+    width = int(getattr(text_config, "hidden_size", 0))
+    if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text_config, width):
         return False
 
     in_layers = [module for module in modules if module.layer < config.layers]
@@ -185,4 +193,4 @@ def can_estimate_inputs(
     has_one_in_each_layer = [module.layer for module in ordered] == list(range(config.layers))
     if not has_one_in_each_layer:
         return False
-    return all(find_mlp(checkpoint, text, symmetry, module, width) for module in ordered)
+    return all(find_mlp(checkpoint, text_config, symmetry, module, width) for module in ordered)

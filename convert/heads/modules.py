@@ -17,7 +17,7 @@ from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_OF_SAFETENSORS, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.config_edits import target_heads
-from gqa.convert.heads.family import Groups, Symmetry
+from gqa.convert.heads.family import KVCounts, Symmetry
 from gqa.convert.heads.layouts import LayerHeads, Layout, Part, Role, Rule
 from gqa.core.errors import CorruptError, RefusedError, listing
 from gqa.models.custom_code import listed_as
@@ -199,12 +199,12 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
         raise CorruptError(
             f"{checkpoint.name} has no tensor like "
             f"layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; its config says "
-            f"{config.text.model_type}; pass a checkpoint of the whole model"
+            f"{config.text_config.model_type}; pass a checkpoint of the whole model"
         )
     named_stacks = stacks - {""}
     if len(named_stacks) > 1:
         raise RefusedError(
-            f"{checkpoint.name} has several stacks of {config.text.model_type} layers "
+            f"{checkpoint.name} has several stacks of {config.text_config.model_type} layers "
             f"({listing(named_stacks)}) and it is not known which of them the config counts; "
             "nothing was written, please report this model"
         )
@@ -223,7 +223,7 @@ def _tensors_by_module(
     """
     family = config.family
     names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
-    module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
+    module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d{{1,9}})\.(?:{names})"
     in_layers = re.compile(rf"(?P<path>{module})\.(?P<tail>.+)", re.DOTALL)
     anywhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
 
@@ -241,8 +241,9 @@ def _tensors_by_module(
 
         match = anywhere.fullmatch(name)
         if match and rule_of(match["tail"], config):
+            model_type = config.text_config.model_type
             raise RefusedError(
-                f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} "
+                f"{name} {list(spec.shape)} looks like keys or values of {model_type} "
                 "but is not in one of its layers; nothing was written, please report this model"
             )
     return by_module
@@ -265,16 +266,17 @@ def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule 
     None if there is none.
     """
     for rule in (*config.family.rules, *extra):
-        if rule.matches(tail, config.text):
+        if rule.matches(tail, config.text_config):
             return rule
     return None
 
 
 def module_changes(
-    module: AttentionModule, config: ModelConfig, groups: Groups, extra: Sequence[Rule] = ()
+    module: AttentionModule, config: ModelConfig, kv_heads: KVCounts, extra: Sequence[Rule] = ()
 ) -> list[Change]:
     """Changes of one attention module, all of whose tensors must be known.
 
+    kv_heads: Of the result.
     extra: Rules of tensors beside keys and values that change with them.
 
     Raises RefusedError for an unknown tensor, CorruptError for one that is missing or has another
@@ -283,12 +285,12 @@ def module_changes(
     import torch
 
     heads = config.heads(module.layer)
-    target = target_heads(config, module.layer, groups).kv
+    groups = target_heads(config, module.layer, kv_heads).kv
     changes = []
     for tail, spec in module.tensors.items():
         rule = rule_of(tail, config, extra)
         if rule:
-            changes.append(Change(rule, spec, heads, target, module.path))
+            changes.append(Change(rule, spec, heads, groups, module.path))
         else:
             _check_unchanged(tail, spec, heads, config)
     _check_projections(module, (*config.family.rules, *extra), changes, heads)
@@ -313,7 +315,7 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
         return
 
     # Tensors that change with maps are known, too, where a method uses none.
-    entry = family.symmetries[listed_as(config.text.model_type)]
+    entry = family.symmetries[listed_as(config.text_config.model_type)]
     if isinstance(entry, Symmetry) and rule_of(tail, config, entry.query_side_rules):
         return
 
@@ -322,7 +324,7 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
         return
     raise RefusedError(
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention "
-        f"module of {config.text.model_type}; nothing was written, please report this model"
+        f"module of {config.text_config.model_type}; nothing was written, please report this model"
     )
 
 

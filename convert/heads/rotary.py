@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Pairing = Literal["half", "interleaved"]
@@ -24,6 +24,11 @@ class Rotary:
     pairing: Pairing = "half"
     frequencies: tuple[float, ...] = ()
     longest: int = 1
+
+
+def unrotated(rotary: Rotary) -> Rotary:
+    """The same without rotation, as in cross-attention, whose keys have no positions."""
+    return replace(rotary, dims=0, frequencies=())
 
 
 def at_layer(listed: Sequence[Any], layer: int) -> Any:

@@ -1,4 +1,6 @@
-"""Choose the KV heads of each layer for a given share of the KV cache's bytes (`--kv-budget`).
+"""Choose the KV heads of each layer for a given share of all KV heads (`--kv-budget`).
+
+Where all layers keep the whole context, that is the share of the KV cache's bytes.
 
 The loss of a layer is measured with only its heads merged, in closed form: the KL divergence of
 next-token distributions from the base model's, on calibration text. A knapsack then finds the
@@ -17,13 +19,13 @@ from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config
-from gqa.convert.heads.config_edits import valid_groups
+from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
-from gqa.convert.methods.table import MEASURES_LAYERS
+from gqa.convert.methods.table import BUDGET_METHOD
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
 from gqa.convert.recast.targets import recast_as_is
@@ -71,7 +73,7 @@ def uneven_heads(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     """Heads by layer with which a plan shows whether layers may differ: all in the first, the
     fewest in the others.
 
-    Raises RefusedError if the fewest heads everywhere exceed `share` of the KV cache's bytes.
+    Raises RefusedError if the fewest heads everywhere exceed `share` of all heads.
     """
     config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     heads = config.main_heads.kv
@@ -88,13 +90,13 @@ def uneven_heads(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
 
 def _counts(config: ModelConfig) -> list[int]:
     """The numbers of KV heads that a layer may have, at most the base model's."""
-    return [count for count in valid_groups(config) if count <= config.main_heads.kv]
+    return [count for count in valid_kv_heads(config) if count <= config.main_heads.kv]
 
 
 def heads_within(
     checkpoint: Checkpoint, share: float, options: MapsOptions, watcher: Watcher = SILENT
 ) -> tuple[tuple[int, ...], Losses]:
-    """KV heads of each layer within `share` of the KV cache's bytes, and the losses of each layer
+    """KV heads of each layer within `share` of all KV heads, and the losses of each layer
     by number of heads.
 
     Raises RefusedError if text or model cannot be used.
@@ -120,7 +122,7 @@ def heads_within(
     for groups in _counts(config):
         if groups == heads:
             continue
-        alone = make_plan(checkpoint, groups, MEASURES_LAYERS)
+        alone = make_plan(checkpoint, groups, BUDGET_METHOD)
         for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost
 
@@ -152,7 +154,7 @@ def losses_alone(
     """
     calibrator = Calibrator(plan, blocks, options)
     pair = calibrator.pair
-    watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
+    watcher.stage(f"measuring layers, G = {plan.kv_heads}", calibrator.layers, "layer")
 
     # Its hidden states in the base model, and in each model that is converted in one layer only.
     base = pair.first_stream({"input_ids": measured}, copies=1 + calibrator.layers)

@@ -148,7 +148,7 @@ class Calibrator:
         """The factor with which the layer adds attention to the residual stream; None if it does
         not simply add it (`residual_scale`).
         """
-        config = self.pair.plan.config.text
+        config = self.pair.plan.config.text_config
         multiplier = float(getattr(config, "residual_multiplier", None) or 1.0)
         return residual_scale(base_layer, attentions, self.calibration_states.base, multiplier)
 

@@ -33,8 +33,8 @@ def calibrate_model(
         plan: The plan of the conversion.
         fit: How one attention module is fitted.
         finished: The finished layers, after which this run continues.
-        options: Of the method.
-        watcher: Of the progress.
+        options: How maps are computed.
+        watcher: Shows the progress.
 
     Returns:
         The quality of both models on held-out text; None if it is not measured.
@@ -48,16 +48,7 @@ def calibrate_model(
     state = finished.state()
     check = None
     if options.check and heldout is not None and _has_head(plan, pair):
-        # The state of a run that checked its result has the held-out text too.
-        lacks_heldout = finished.count > 0 and len(state) == len(pair.state())
-        has_heldout = len(heldout) > 0
-        if lacks_heldout and (has_heldout or not finished.holds_out):
-            watcher.warn(
-                "the quality is not measured, because the run that is continued had --no-check; "
-                "use gqa-eval"
-            )
-        elif has_heldout:
-            check = QualityCheck(pair, heldout)
+        check = _quality_check(pair, heldout, finished, state, watcher)
 
     if finished.count:
         pair.restore(state)
@@ -73,10 +64,34 @@ def calibrate_model(
     for layer in range(finished.count, calibrator.layers):
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)
-        finished.add(_tensors(results), pair.state(), error)
+        finished.add_layer(_tensors(results), pair.state(), error)
         note = "" if error is None else f"error {error:.3g}"
         watcher.update(note=note)
     return check.result() if check else None
+
+
+def _quality_check(
+    pair: ModelPair,
+    heldout: Tensor,
+    finished: FinishedLayers,
+    state: Mapping[str, Tensor],
+    watcher: Watcher,
+) -> QualityCheck | None:
+    """The comparison of both models on `heldout` blocks.
+
+    None if there are no blocks, or if the run that is continued did not carry them along.
+    """
+    # The state of a run that checked its result has the held-out text too.
+    carries_heldout = len(state) > len(pair.state())
+    if finished.count == 0 or carries_heldout:
+        return QualityCheck(pair, heldout) if len(heldout) else None
+
+    if len(heldout) or not finished.holds_out:
+        watcher.warn(
+            "the quality is not measured, because the run that is continued had --no-check; use "
+            "gqa-eval"
+        )
+    return None
 
 
 def _has_head(plan: Plan, pair: ModelPair) -> bool:

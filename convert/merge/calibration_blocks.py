@@ -74,7 +74,7 @@ def read_blocks(
         )
 
     pieces = stream[: len(stream) // length * length].reshape(-1, length)
-    config = read_config(checkpoint.config, checkpoint.name).text
+    config = read_config(checkpoint.config, checkpoint.name).text_config
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
 
     numbers, heldout_numbers = _choose_pieces(len(pieces), tokens // length, heldout_count)

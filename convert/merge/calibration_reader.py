@@ -153,7 +153,7 @@ class CalibrationReader:
             load,
             self.device,
             self.checkpoint,
-            size=text.length,
+            block_size=text.length,
             n_blocks=count,
             seed=seed,
             plain=is_stated_plain or not text.repeats,

@@ -50,13 +50,13 @@ def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
     reads.
     """
     tensors: dict[str, Tensor] = {}
-    for module, head_maps in maps:
+    for path, maps_of_module in maps:
         for role in MAP_ROLES:
-            tensor = getattr(head_maps, role)
+            tensor = getattr(maps_of_module, role)
             if tensor is not None:
-                tensors[f"{module}/{role}"] = tensor.float()
-        if head_maps.order is not None:
-            tensors[f"{module}/order"] = torch.tensor(head_maps.order)
+                tensors[f"{path}/{role}"] = tensor.float()
+        if maps_of_module.order is not None:
+            tensors[f"{path}/order"] = torch.tensor(maps_of_module.order)
     return tensors
 
 
@@ -70,15 +70,17 @@ def _save(
 
 
 class FinishedLayers:
-    """The layers of one conversion that are finished, in a hidden directory beside `out`: a file
-    for each, and from time to time `state.safetensors` with what the next one needs, and their
-    number.
+    """Files of the finished layers of one conversion, in a hidden directory beside `out`.
+
+    Methods that read text store a file for each layer. `state.safetensors`, written at most every
+    20 s, has their number and the hidden states after the last of them: another run continues from
+    there. Methods that read weights store a file for each module and no state: they begin anew.
 
     The run that uses it has locked `out`.
 
     Attributes:
-        count: Finished layers.
-        errors: The error of each of them.
+        count: Files that are stored.
+        errors: The error of each layer.
         holds_out: Whether a part of the text is held out for the check instead of calibrated on. A
             run that continues another one holds out the same, whether or not it checks the result.
     """
@@ -149,22 +151,20 @@ class FinishedLayers:
     def _path(self, layer: int) -> Path:
         return self.directory / f"{layer:05d}.safetensors"
 
-    def add(
-        self,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Tensor] | None = None,
-        error: float | None = None,
-    ) -> None:
-        """Store one more layer with its error, and the state after it if it is time; another run
-        continues there.
-        """
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Store one more file."""
         if not self.directory.exists():
             self._run_directory.claim()
         _save(self._path(self.count), tensors)
         self.count += 1
-        if state is None:
-            return
 
+    def add_layer(
+        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], error: float | None
+    ) -> None:
+        """Store one more layer with its error, and the state after it if it is time; another run
+        continues there.
+        """
+        self.add(tensors)
         self.errors.append(error)
         if time.monotonic() - self._saved_at >= _INTERVAL:
             progress = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from gqa.convert.head_maps import HeadMaps, query_order
 from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.heads.rotary import Rotary
+from gqa.convert.heads.rotary import Rotary, unrotated
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layer import Attention, Stream, check_finite
 from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge
@@ -22,8 +22,8 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Key and value maps are fitted to about so many tokens, because more hardly improve them. The refit
-# of W_O uses all tokens.
+# Key and value maps are fitted to at least so many tokens, and less than twice as many: more hardly
+# improve them. The refit of W_O uses all tokens.
 FITTED_TOKENS = 16_384
 # Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
 # Above, they are attended in m calls of width e, that of one head, for which torch has fused
@@ -81,23 +81,23 @@ class FitTask:
     @property
     def heads(self) -> LayerHeads:
         """The heads of the base model's module."""
-        return self.pair.heads(self.module)[0]
+        return self.pair.change_of(self.module).heads
 
     @property
     def groups(self) -> int:
         """Number of KV heads of the converted module."""
-        return self.pair.heads(self.module)[1]
+        return self.pair.change_of(self.module).groups
 
     def apply(self, maps: HeadMaps) -> None:
         """Give the converted module the merged heads of these maps."""
         self.converted_attention.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
     def fitted_batches(self) -> list[Tensor]:
-        """Evenly spaced batches of the text, with about FITTED_TOKENS tokens together.
+        """Every n-th batch of the text (indices of its blocks), with n = tokens / FITTED_TOKENS,
+        rounded down: shorter text is used whole.
 
-        Batches in which no position counts are left out first: of few long blocks they could be all
-        that is taken. Each batch is a tensor of the indices of its blocks. Short text is used
-        whole.
+        Batches in which no position counts are left out before counting: of few long blocks, every
+        n-th could be one of these.
         """
         step = max(1, self.position_weights.numel() // FITTED_TOKENS)
         batches = [rows for rows in self.stream.batches() if self.position_weights[rows].any()]
@@ -133,7 +133,7 @@ def fit_module(task: FitTask) -> FittedModule:
     heads = task.heads
     groups = task.groups
     rotary = rotary_of(task, heads.key_dim)
-    aligns_keys = symmetry.can_align_keys(plan.config.text)
+    aligns_keys = symmetry.can_align_keys(plan.config.text_config)
     search = plan.searches(pair.options.grouping)
 
     stored = heads_of(plan.checkpoint, plan.changes_of(task.module))
@@ -172,10 +172,8 @@ def rotary_of(task: FitTask, key_dim: int) -> Rotary:
     symmetry = task.pair.symmetry
     assert symmetry is not None
     length = task.stream.hidden.shape[1]  # dynamic RoPE depends on it
-    rotary = symmetry.rotary(task.pair.plan.config.text, task.module.layer, key_dim, length)
-    if task.module.kind == "cross":  # cross-attention has no RoPE
-        return replace(rotary, frequencies=())
-    return rotary
+    rotary = symmetry.rotary(task.pair.plan.config.text_config, task.module.layer, key_dim, length)
+    return unrotated(rotary) if task.module.kind == "cross" else rotary
 
 
 def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments:

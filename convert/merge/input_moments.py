@@ -3,6 +3,9 @@
 The residual stream starts as the token embeddings; attention adds the average of two tokens'
 values, an MLP its output for Gaussian inputs (docs/methods.md). This captures the few directions
 that are hundreds of times as large as all others.
+
+A *root* of second moments M (n, n) is any R (n, k) with R R^T = M. Roots are what is carried
+through the layers, because W R is a root of the moments of W x.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class InputMoments:
     before, after or both. From the first layer with other parts (experts, other mixers) on, E[x
     x^T] is taken to be the identity.
 
-    factor: (D, D) lower triangle L: L L^T are the moments of the normed stream that the current
+    cholesky: (D, D) lower triangle L: L L^T are the moments of the normed stream that the current
         layer reads, before its norm's gain; float32 on the device. None for the identity.
     """
 
@@ -57,7 +60,7 @@ class InputMoments:
         """Start with the embeddings.
 
         Args:
-            config: Of the text part.
+            config: transformers' config of the text part.
             width: D.
             estimates_inputs: If False, E[x x^T] is the identity everywhere.
             device: For large products, in float32; factorizations and sums stay in float64.
@@ -70,15 +73,15 @@ class InputMoments:
         self._layer = 0
         # Moments of the residual stream before the current layer; None if they are unknown.
         self._stream = self._embedded() if estimates_inputs else None
-        self.factor: Tensor | None = None
+        self.cholesky: Tensor | None = None
 
     def enter(self, module: AttentionModule) -> None:
-        """Set `factor` for the layer of `module`.
+        """Set `cholesky` for the layer of `module`.
 
         If that does not follow the layer of the last `add`, the estimate is given up: from here on
-        `factor` is None.
+        `cholesky` is None.
         """
-        self.factor = None
+        self.cholesky = None
         if module.layer != self._layer:  # layers without attention lie between
             self._stream = None
         if self._stream is None:
@@ -88,58 +91,80 @@ class InputMoments:
         size = self._stream.trace().clamp_min(1e-30)
         moments = self._stream * ((1 - _SHRINKAGE) * self._width / size)
         moments.diagonal().add_(_SHRINKAGE)
-        factor, failed = torch.linalg.cholesky_ex(moments)
-        if not bool(failed) and bool(factor.sum().isfinite()):
-            self.factor = factor.float().to(self._device)
+        cholesky, failed = torch.linalg.cholesky_ex(moments)
+        if not bool(failed) and bool(cholesky.sum().isfinite()):
+            self.cholesky = cholesky.float().to(self._device)
 
-    def project(self, weights: Tensor) -> Tensor:
-        """W (n, D) -> W L, float32 on the CPU: (W L)(W L)^T are the moments of W x.
+    def root_of(self, weights: Tensor) -> Tensor:
+        """W (n, D) -> W L, a root of the moments of W x; float32 on the CPU.
 
         Linearly dependent rows stay dependent up to rounding.
         """
-        if self.factor is None:
+        if self.cholesky is None:
             return weights.float()
-        return by_lower(weights.to(self.factor), self.factor).cpu()
+        return times_lower(weights.to(self.cholesky), self.cholesky).cpu()
 
     @torch.no_grad()  # some activations have parameters
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
         """Advance the estimate through the layer last entered.
 
+        With S the moments of the residual stream and L the Cholesky factor of those of the normed
+        stream, D S / tr S:
+
+        1. Attention adds A = W_O W_V L / sqrt(2), for an average of two tokens: S += A A^T.
+        2. The MLP reads Gaussian inputs, whose moments have the root R: L where it reads what
+           attention reads, otherwise [L sqrt(tr S / D), A], the stream after attention. It adds M,
+           a root of the moments of its output: S += M M^T.
+
         Args:
+            module: That of the last `enter`.
             gain: (D,), of the norm before attention.
             output: (H, e, D), heads of W_O.
-            value: (Hk, e, D), value heads, already projected.
+            value: (Hk, e, D), roots of the moments of the value heads.
         """
-        mlp = self._find_mlp(module, gain) if self.factor is not None else None
-        if self._stream is None or self.factor is None or mlp is None:
+        mlp = self._find_mlp(module, gain) if self.cholesky is not None else None
+        if self._stream is None or self.cholesky is None or mlp is None:
             self._stream = None
             return
 
-        # Attention adds W_O W_V x of an average of tokens.
         repeat = len(output) // len(value)
-        values = value.repeat_interleave(repeat, 0).flatten(0, 1).to(self.factor)
-        w_o = output.flatten(0, 1).to(self.factor).mT
-        added = self._normed(w_o @ values / _ATTENDED_TOKENS**0.5, mlp.after[:1])
+        values = value.repeat_interleave(repeat, 0).flatten(0, 1).to(self.cholesky)
+        w_o = output.flatten(0, 1).to(self.cholesky).mT
+        added = self._as_added(w_o @ values / _ATTENDED_TOKENS**0.5, mlp.after[:1])
         size_before = float(self._stream.trace())
         self._stream.add_(gram(added).cpu())
 
-        # The MLP adds its output for Gaussian inputs with these moments.
-        root = self.factor
-        if mlp.input != "attention_input":
-            root = torch.cat([root * (size_before / self._width) ** 0.5, added], 1)
-            if mlp.input == "normed":
-                root *= (self._width / float(self._stream.trace())) ** 0.5
-        self._stream.add_(gram(self._normed(mlp.root(root), mlp.after[1:])).cpu())
+        mlp_input = self._mlp_input(mlp, added, size_before)
+        mlp_output = self._as_added(mlp.output_root(mlp_input), mlp.after[1:])
+        self._stream.add_(gram(mlp_output).cpu())
         self._layer += 1
 
-    def _normed(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
-        """Scale R (D, n) as the layer does before it adds it to the residual stream.
+    def _mlp_input(self, mlp: Mlp, added: Tensor, size_before: float) -> Tensor:
+        """A root (D, n) of the moments of what the MLP reads.
 
-        By the gain (D,) of the norm after it, if there is one, and the residual multiplier.
+        Args:
+            mlp: The MLP.
+            added: (D, k), a root of the moments of what attention has added.
+            size_before: Trace of the stream's moments before attention.
+        """
+        assert self.cholesky is not None
+        assert self._stream is not None
+        if mlp.input == "attention_input":
+            return self.cholesky
+
+        stream = torch.cat([self.cholesky * (size_before / self._width) ** 0.5, added], 1)
+        if mlp.input == "normed":
+            stream *= (self._width / float(self._stream.trace())) ** 0.5
+        return stream
+
+    def _as_added(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
+        """The root (D, n) of an output's moments, scaled as the layer does before it adds the
+        output to the residual stream: by the gain (D,) of the norm after it, if there is one, and
+        by the residual multiplier.
         """
         for gain in norm:
             size = root.square().sum().clamp_min(1e-30)
-            root = root * (gain * (self._width / size).sqrt())[:, None].to(root)
+            root = root * (gain.to(root) * (self._width / size).sqrt())[:, None]
         multiplier = getattr(self._config, "residual_multiplier", None) or 1.0
         return root if multiplier == 1 else root * float(multiplier)
 
@@ -215,14 +240,15 @@ class Mlp:
     after: tuple[Tensor, ...] = ()
     gain: Tensor | None = None
 
-    def root(self, root: Tensor) -> Tensor:
-        """Factor R (D, F + 1) of the output's moments for x ~ N(0, root root^T), root (D, n).
+    def output_root(self, input_root: Tensor) -> Tensor:
+        """A root (D, F + 1) of the output's moments, for Gaussian inputs whose moments have the
+        root `input_root` (D, n).
 
         Correlations between units beyond their means are ignored. Wide layers: the n columns are
         projected on `_PROBES` random sign vectors; inner products stay unbiased (Johnson and
         Lindenstrauss).
         """
-        root = root.to(self.up)
+        root = input_root.to(self.up)
         if len(root) > 2 * _PROBES:
             generator = torch.Generator().manual_seed(0)
             signs = torch.randint(2, (root.shape[1], _PROBES), generator=generator).to(root)
@@ -254,7 +280,7 @@ class Mlp:
         return torch.cat([self.down * spread, (self.down @ mean)[:, None]], 1)
 
 
-def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
+def times_lower(rows: Tensor, lower: Tensor) -> Tensor:
     """rows (n, D) @ lower (D, D), a lower triangle whose zeros are skipped."""
     step = -(-len(lower) // _BLOCKS)
     product = torch.empty_like(rows)

@@ -23,7 +23,7 @@ from gqa.models.attention_functions import OBSERVER
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # What can be captured inside a layer, in the order in which it is computed.
-Part = Literal["arguments", "heads", "head_outputs", "attention_output"]
+Captured = Literal["arguments", "heads", "head_outputs", "attention_output"]
 
 
 @dataclass(eq=False)
@@ -155,12 +155,12 @@ class Attention:
     module: nn.Module
     projection: nn.Module | None
 
-    def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
+    def capture(self, stream: Stream, *parts: Captured) -> Iterator[Capture]:
         """Capture parts for one batch of a stream after another."""
         for rows in stream.batches():
             yield self.capture_blocks(stream, rows, *parts)
 
-    def capture_blocks(self, stream: Stream, rows: Tensor, *parts: Part) -> Capture:
+    def capture_blocks(self, stream: Stream, rows: Tensor, *parts: Captured) -> Capture:
         """Run the layer on the blocks `rows`, no further than to the last of the parts.
 
         Raises LayerwiseError if the layer does not compute one of them.
@@ -168,7 +168,7 @@ class Attention:
         capture = Capture(rows)
         missing = set(parts)
 
-        def store(part: Part, value: Any) -> None:
+        def store(part: Captured, value: Any) -> None:
             if part not in parts:
                 return
             setattr(capture, part, value)

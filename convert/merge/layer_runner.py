@@ -26,7 +26,7 @@ from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_name
 from gqa.core.errors import RefusedError, layerwise_error
 from gqa.models.attention_functions import Attend, attend_eager, attend_sdpa
 from gqa.models.classes import model_class
-from gqa.models.names import Loading
+from gqa.models.names import StoredNames
 
 
 class _FirstCall(Exception):  # noqa: N818 - a signal, not an error
@@ -116,7 +116,7 @@ class LayerRunner:
         self._output_name = output_name
 
         self.model, self.attend = _empty_model(config, dtype)
-        self.names = Loading(self.model, stored_names)
+        self.names = StoredNames(self.model, stored_names)
         self.prefix = self._find_layers(attention_path)
         self.layers: list[nn.Module] = list(self.model.get_submodule(self.prefix))
 
@@ -127,17 +127,17 @@ class LayerRunner:
                 path for path, module in self.model.named_modules() if module is encoder
             )
 
-        self._computed = unsaved_names(self.model).difference(self.names.sources)
+        self._computed = unsaved_names(self.model).difference(self.names.by_parameter)
         self._load_outside_layers()
-        # What layers return after the hidden states: None if they return the hidden states alone.
-        self._extras: tuple[Any, ...] | None = None
-        self._knows_extras = False
+        # Whether layers return a tuple (None: not run yet), and what is in it after hidden states.
+        self._returns_tuple: bool | None = None
+        self._extras: tuple[Any, ...] = ()
 
     def _find_layers(self, attention_path: str) -> str:
         """The path of the list of decoder layers."""
         inside = (
             parameter
-            for stored, parameter in self.names.whole.items()
+            for stored, parameter in self.names.unconverted.items()
             if stored.startswith(f"{attention_path}.")
         )
         match = re.match(r"(.+?)\.\d+\.", next(inside, ""))
@@ -176,7 +176,7 @@ class LayerRunner:
         names = [
             name
             for name in self._parameters_of(index)
-            if not left_out or left_out.isdisjoint(self.names.parts(name))
+            if not left_out or left_out.isdisjoint(self.names.stored_names_of(name))
         ]
         self._load_parameters(names)
         return Layer(self, index, self.layers[index])
@@ -186,7 +186,7 @@ class LayerRunner:
         names = [
             name
             for name in self._parameters_of(index)
-            if not stored.keys().isdisjoint(self.names.parts(name))
+            if not stored.keys().isdisjoint(self.names.stored_names_of(name))
         ]
         self._load_parameters(names, stored)
 
@@ -199,7 +199,7 @@ class LayerRunner:
         """The module of W_O in the attention module stored under a path; None if not known."""
         if self._output_name is None:
             return None
-        weight = self.names.whole[f"{attention_path}.{self._output_name}.weight"]
+        weight = self.names.unconverted[f"{attention_path}.{self._output_name}.weight"]
         module: nn.Module = self.model.get_submodule(weight.rpartition(".")[0])
         return module
 
@@ -214,7 +214,8 @@ class LayerRunner:
             if name in self._computed:
                 continue
             tensors = {
-                part: self._stored_tensor(part, replaced or {}) for part in self.names.parts(name)
+                stored: self._stored_tensor(stored, replaced or {})
+                for stored in self.names.stored_names_of(name)
             }
             tensor = self.names.assemble(name, tensors)
             set_module_tensor_to_device(
@@ -244,7 +245,7 @@ class LayerRunner:
         Returns the hidden states (B, T, D) that the first layer reads, and the other arguments of
         every layer, by its index.
         """
-        if not self._knows_extras:
+        if self._returns_tuple is None:
             self._find_extras(inputs)
 
         with self._recording_layers() as calls:
@@ -312,8 +313,9 @@ class LayerRunner:
 
         index, (hidden, (args, kwargs)) = calls.popitem()
         output = self.load(index).module(hidden, *args, **kwargs)
-        self._extras = None if isinstance(output, Tensor) else tuple(output[1:])
-        self._knows_extras = True
+        self._returns_tuple = not isinstance(output, Tensor)
+        if self._returns_tuple:
+            self._extras = tuple(output[1:])
         self.release(index)
 
     @contextmanager

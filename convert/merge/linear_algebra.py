@@ -18,7 +18,9 @@ from gqa.core.devices import as_float64
 CUT = 1e-6
 # The same where only float64 rounds.
 FLOAT64_CUT = 1e-10
-_TINY = 1e-4  # energy relative to common ones: of vectors that are no example of them
+# A vector with less than this share of the common energy does not count as typical (an untrained
+# token).
+_TINY = 1e-4
 _ROWS = 2048  # rows whose products are summed in float32
 
 

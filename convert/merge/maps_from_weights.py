@@ -17,7 +17,7 @@ from gqa.convert.head_maps import HeadMaps, query_order
 from gqa.convert.heads.family import Symmetry
 from gqa.convert.heads.layouts import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, module_changes
-from gqa.convert.heads.rotary import Rotary
+from gqa.convert.heads.rotary import Rotary, unrotated
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.input_moments import InputMoments, gram, norm_gain
 from gqa.convert.merge.moments import Moments, heads_of
@@ -25,8 +25,8 @@ from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
 # The heads of a module by role, n heads of w rows:
-#   query, key, value: (n, w, D), as stored, or a factor R of each head's second moments R R^T;
-#   output: (H, e, D), W_O as stored (transposed), no factor;
+#   query, key, value: (n, w, D), as stored, or a root R of each head's second moments R R^T;
+#   output: (H, e, D), W_O as stored (transposed), in both cases;
 #   ROLE.bias: (n, w).
 ModuleTensors = dict[str, Tensor]
 
@@ -38,8 +38,8 @@ class ModuleEstimate:
     Attributes:
         heads: Of the base model: H query heads, Hk key heads of d rows, Hk value heads of e rows.
         groups: G of the result, each of m = Hk / G heads.
-        factors: Query (H, d, D), key (Hk, d, D), value (Hk, e, D), output (H, e, D) and biases, in
-            the order of the groups.
+        heads_by_role: Roots of the moments of queries (H, d, D), keys (Hk, d, D) and values
+            (Hk, e, D); heads of W_O (H, e, D); biases. In the order of the groups.
         moments: Second moments of the heads of each group: stacked keys (G, m d, m d), stacked
             values (G, m e, m e), queries (Hk, d, d). Distances are not estimated: (Hk, 0).
         rotary: Of the keys, as if its frequencies were unknown.
@@ -48,7 +48,7 @@ class ModuleEstimate:
 
     heads: LayerHeads
     groups: int
-    factors: ModuleTensors
+    heads_by_role: ModuleTensors
     moments: Moments
     rotary: Rotary
     aligns_keys: bool
@@ -73,7 +73,7 @@ def estimate_maps(
     """
     symmetry = plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
-    text_config = plan.config.text
+    text_config = plan.config.text_config
     aligns_keys = symmetry.can_align_keys(text_config)
 
     modules = _changed_modules(plan, symmetry)
@@ -95,25 +95,27 @@ def estimate_maps(
         # Of a module whose heads stay no maps are made: only its values are needed, for the inputs
         # of later layers.
         roles = ("query", "key", "value") if merges else ("value",)
-        factors = _to_factors(stored, roles, gain, inputs)
+        by_role = _to_roots(stored, roles, gain, inputs)
 
         # 2. Moments of the inputs of the next layer.
         if number + 1 < len(modules):
-            inputs.add(module, gain, factors["output"], factors["value"])
+            inputs.add(module, gain, by_role["output"], by_role["value"])
         if not merges:
             continue
 
         # 3. The groups and the maps.
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
         rotary = replace(symmetry.rotary(text_config, module.layer, heads.key_dim), frequencies=())
-        order, estimate = _choose_groups(factors, heads, groups, rotary, aligns_keys, search)
+        if module.kind == "cross":
+            rotary = unrotated(rotary)
+        order, estimate = _choose_groups(by_role, heads, groups, rotary, aligns_keys, search)
         yield module.path, replace(module_maps(estimate), order=order)
 
 
-def _to_factors(
+def _to_roots(
     stored: ModuleTensors, roles: Sequence[str], gain: Tensor, inputs: InputMoments
 ) -> ModuleTensors:
-    """The heads by role, those of `roles` as factors R of their second moments.
+    """The heads by role, those of `roles` as roots of their second moments.
 
     `stored` is emptied on the way: both together would take twice the memory.
 
@@ -123,18 +125,18 @@ def _to_factors(
         gain: (D,), of the norm before attention.
         inputs: Moments of the normed stream that the layer reads.
     """
-    factors = {}
+    by_role = {}
     for role in list(stored):
         tensor = stored.pop(role)
         if role in roles:
-            rows = inputs.project((tensor * gain).flatten(0, 1))
+            rows = inputs.root_of((tensor * gain).flatten(0, 1))
             tensor = rows.unflatten(0, tensor.shape[:2])
-        factors[role] = tensor
-    return factors
+        by_role[role] = tensor
+    return by_role
 
 
 def _choose_groups(
-    factors: ModuleTensors,
+    by_role: ModuleTensors,
     heads: LayerHeads,
     groups: int,
     rotary: Rotary,
@@ -150,13 +152,13 @@ def _choose_groups(
     order = None
     if search:
         # From the moments of the whole layer as one group those of any partition follow.
-        whole = _estimated_moments(factors, heads, 1)
-        order = find_order(whole, factors["output"].double(), groups, rotary, aligns_keys)
+        whole = _estimated_moments(by_role, heads, 1)
+        order = find_order(whole, by_role["output"].double(), groups, rotary, aligns_keys)
     if order:
-        factors = _reordered(factors, order, heads)
+        by_role = _reordered(by_role, order, heads)
 
-    moments = _estimated_moments(factors, heads, groups)
-    return order, ModuleEstimate(heads, groups, factors, moments, rotary, aligns_keys)
+    moments = _estimated_moments(by_role, heads, groups)
+    return order, ModuleEstimate(heads, groups, by_role, moments, rotary, aligns_keys)
 
 
 def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModule, list[Change]]]:
@@ -166,7 +168,7 @@ def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModu
     modules = sorted(plan.modules, key=lambda module: module.layer)
     last = max(number for number, module in enumerate(modules) if module.path in plan.changes)
     return [
-        (module, module_changes(module, plan.config, plan.groups, symmetry.query_side_rules))
+        (module, module_changes(module, plan.config, plan.kv_heads, symmetry.query_side_rules))
         for module in modules[: last + 1]
     ]
 
@@ -184,27 +186,27 @@ def _finite_heads(
     return stored
 
 
-def _reordered(factors: ModuleTensors, order: tuple[int, ...], heads: LayerHeads) -> ModuleTensors:
+def _reordered(by_role: ModuleTensors, order: tuple[int, ...], heads: LayerHeads) -> ModuleTensors:
     """KV heads in this order, and query heads with them."""
     kv_order = list(order)
     kv_orders = {"key": kv_order, "value": kv_order}
     query_heads = query_order(order, heads.query)  # of queries and outputs
     return {
         name: tensor[kv_orders.get(name.removesuffix(".bias"), query_heads)]
-        for name, tensor in factors.items()
+        for name, tensor in by_role.items()
     }
 
 
-def _estimated_moments(factors: ModuleTensors, heads: LayerHeads, groups: int) -> Moments:
+def _estimated_moments(by_role: ModuleTensors, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group: E[h h^T] = R R^T + b b^T, with the bias b, if any, as the mean."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """Second moments (parts, p, p) and means (parts, p) of the heads of a role, stacked into
         `parts` of p rows each.
         """
-        rows = factors[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
+        rows = by_role[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, p, D)
         means = rows.new_zeros(rows.shape[:2]).double()
-        bias = factors.get(f"{role}.bias")
+        bias = by_role.get(f"{role}.bias")
         if bias is not None:
             means = bias.reshape(parts, -1).double()
         centered = torch.stack([gram(part.double()) for part in rows])

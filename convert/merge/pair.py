@@ -17,10 +17,8 @@ from torch import Tensor
 
 from gqa.convert.head_maps import HeadMaps, mean_maps
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.heads.config_edits import target_heads
 from gqa.convert.heads.family import Symmetry
-from gqa.convert.heads.layouts import LayerHeads
-from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.modules import AttentionModule, Change
 from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors_in
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
@@ -102,16 +100,14 @@ class ModelPair:
             )
         return modules
 
-    def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
-        """Heads of the base model's module, and the converted module's number of KV heads."""
-        config = self.plan.config
-        converted = target_heads(config, module.layer, self.plan.groups)
-        return config.heads(module.layer), converted.kv
+    def change_of(self, module: AttentionModule) -> Change:
+        """A change of a module in the plan: all of them have its heads before and after."""
+        return self.plan.changes_of(module)[0]
 
     def mean(self, module: AttentionModule) -> HeadMaps:
         """Maps of the method `mean`."""
-        heads, groups = self.heads(module)
-        return mean_maps(heads.kv, groups)
+        change = self.change_of(module)
+        return mean_maps(change.heads.kv, change.groups)
 
     # ------------------------------------------------------------------------------- weights
 
@@ -156,7 +152,7 @@ class ModelPair:
         trainable = {}
         for name, parameter in attention.module.named_parameters():
             full_name = full_names[id(parameter)]
-            if not changed.isdisjoint(self.converted_model.names.parts(full_name)):
+            if not changed.isdisjoint(self.converted_model.names.stored_names_of(full_name)):
                 trainable[name] = full_name
         return trainable
 
@@ -166,7 +162,7 @@ class ModelPair:
 
     def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model, by full name -> stored tensors, by stored name."""
-        stored_names = {into: name for name, into in self.converted_model.names.whole.items()}
+        stored_names = {into: name for name, into in self.converted_model.names.unconverted.items()}
         stored: dict[str, Tensor] = {}
         joined: dict[str, Tensor] = {}  # parameters that are stored in another form
         for name, tensor in parameters.items():

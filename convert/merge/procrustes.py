@@ -13,7 +13,7 @@ from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.linear_algebra import GroupMaps, energy_factor
 from gqa.convert.merge.rope import complex_moments, pairs, put_complex
 
-_TURNS = 50  # sweeps over the heads, at most
+_MOST_SWEEPS = 50  # over the heads
 
 
 def rotations(moments: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def rotations(moments: Tensor) -> Tensor:
     if heads == 1:
         return rotation
 
-    for _ in range(_TURNS):
+    for _ in range(_MOST_SWEEPS):
         before = rotation.clone()
         for head in range(heads):
             all_heads = torch.einsum("bij,bjk->ik", rotation, moments[:, :, head])
@@ -40,16 +40,15 @@ def rotations(moments: Tensor) -> Tensor:
 
 
 def phases(moments: Tensor) -> Tensor:
-    """The same for each frequency alone.
-
-    Factors (F, m) of modulus 1 from moments E[k_a conj(k_b)] (F, m, m).
+    """Factors (F, m) of modulus 1 that align the heads at each frequency, from their moments
+    E[k_a conj(k_b)] (F, m, m): as `rotations`, in one complex dimension.
     """
     heads = moments.shape[1]
     factors = torch.ones_like(moments[:, 0])
     if heads == 1:
         return factors
 
-    for _ in range(_TURNS):
+    for _ in range(_MOST_SWEEPS):
         for head in range(heads):
             all_heads = (factors * moments[:, :, head]).sum(1)
             others = all_heads - factors[:, head] * moments[:, head, head]

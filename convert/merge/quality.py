@@ -18,8 +18,8 @@ from gqa.corpus.likelihood import nats
 from gqa.corpus.statistics import paired_ratio
 
 CHECKED_TOKENS = 8192  # tokens of the comparison with the base model, at most
-_COPIES = 16  # blocks whose beginnings are read twice, for recall
-_SHORTEST = 16  # tokens of a block that shows recall
+_RECALL_BLOCKS = 16  # whose beginnings are read twice
+_SHORTEST_RECALL_BLOCK = 16  # tokens of a block that shows recall
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class QualityCheck:
         self._text = self._add(blocks, first=1)
 
         self._copies: _Scored | None = None
-        if blocks.shape[1] >= _SHORTEST:
+        if blocks.shape[1] >= _SHORTEST_RECALL_BLOCK:
             half = blocks.shape[1] // 2
             has_bos = int((blocks[:, 0] == blocks[0, 0]).all())  # which is not repeated
-            original = blocks[:_COPIES, :half]
-            copy = blocks[:_COPIES, has_bos:half]
+            original = blocks[:_RECALL_BLOCKS, :half]
+            copy = blocks[:_RECALL_BLOCKS, has_bos:half]
             self._copies = self._add(torch.cat([original, copy], 1), first=half + 1)
 
     def _add(self, ids: Tensor, first: int) -> _Scored:

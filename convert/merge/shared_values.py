@@ -62,35 +62,37 @@ def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tenso
     root, inverse = root_and_inverse(attended.mean(0))
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     top = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
-    project = top.T @ inverse  # (d, m d)
+    merge = top.T @ inverse  # (d, m d)
 
     head_dims = (owner[:, None] * dim + torch.arange(dim)).to(attended.device)
     query_head = torch.arange(len(owner), device=head_dims.device)[:, None]
     crossed = attended.expand(len(owner), -1, -1)[query_head, head_dims]  # (R, d, m d) E[z_a z^T]
     energy = (outputs * crossed.take_along_dim(head_dims[:, None], 2)).sum()
-    restore = _restoring_maps(project, attended, crossed)
+    restore = _restoring_maps(merge, attended, crossed)
 
+    # `move` is the Newton direction of `merge` for the present maps back. Along it the loss is
+    # quadratic: the step is slope / curvature, and gains slope^2 / curvature.
     sweeps = _SWEEPS if len(attended) > 1 else 0
     for _ in range(sweeps):
         gains = restore.mT @ outputs @ restore
-        missing = crossed - restore @ project @ attended
+        missing = crossed - restore @ merge @ attended
         gradient = (restore.mT @ outputs @ missing).sum(0)
         move = pseudo_inverse(gains.sum(0)) @ gradient @ inverse @ inverse
 
         slope = (gradient * move).sum()
         curvature = (move * (gains @ move @ attended).sum(0)).sum()
-        if slope.square() <= _LEAST_GAIN * energy * curvature:  # the gain is slope^2 / curvature
+        if slope.square() <= _LEAST_GAIN * energy * curvature:
             break
-        project = project + slope / curvature * move
-        restore = _restoring_maps(project, attended, crossed)
+        merge = merge + slope / curvature * move
+        restore = _restoring_maps(merge, attended, crossed)
 
-    return GroupMaps(project, restore)
+    return GroupMaps(merge, restore)
 
 
-def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
+def _restoring_maps(merge: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
     """Least-squares maps (R, d, d) from the shared value to the value that each query head reads.
 
-    project: (d, m d), the shared value is project @ z.
+    merge: (d, m d), the shared value is merge @ z.
     crossed: (R, d, m d) E[z_a z^T], z_a the value that the query head reads.
     """
-    return crossed @ project.T @ pseudo_inverse(project @ attended @ project.T)
+    return crossed @ merge.T @ pseudo_inverse(merge @ attended @ merge.T)

@@ -23,18 +23,18 @@ from gqa.core.devices import native_bfloat16, total_memory
 from gqa.corpus.specs import is_self
 
 # Passes of the whole model over the text: both streams, attention once more, products for W_O
-_PASSES = 4.0
+_CALIBRATION_PASSES = 4.0
 # Forward passes in float32 that take as long as sampling, one token at a time; fewer where bfloat16
 # is native.
-_SAMPLING = 2.0
-_SAMPLING_BFLOAT16 = 1.0
-_TRAINING = 3.0  # forward passes that a step of training takes
+_SAMPLING_PASSES = 2.0
+_SAMPLING_PASSES_BFLOAT16 = 1.0
+_PASSES_PER_STEP = 3.0  # forward passes that a training step takes as long as
 # Hidden states of the text: both streams, targets, and part of one while they are computed
 _STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _MODULE_COPIES = 4  # of attention's parameters, in float64
-_MUON = 5  # iterations for each matrix and step
+_MUON_ITERATIONS = 5  # for each matrix and step: ITERATIONS of muon.py, which imports torch
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,32 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Numbers in the parts of a model.
+    """Sizes of a model.
 
-    modules: Of each attention module whose heads change. layer: Of the layer of the first of them.
-    embeddings: Of the table of tokens. mlps: Of all else, most of which are MLPs.
-    moments: Of the second moments of all keys and of all values of a layer, counted in float32,
-        which a search for groups needs.
+    width: D.
+    module_parameters: Parameters of each attention module whose heads change.
+    layer_parameters: Of the layer of the first of them.
+    embeddings: Of the table of tokens.
+    mlps: Of all else, most of which are MLPs.
+    query_width: H (d + e), the width of all queries and of all head outputs.
+    moments: Numbers of the second moments of all keys and of all values of a layer, counted in
+        float32, which a search for groups needs.
     """
 
     width: int
-    modules: list[int]
-    layer: int
+    module_parameters: list[int]
+    layer_parameters: int
     embeddings: int
     mlps: int
+    query_width: int
     moments: int
 
 
 def _sizes(plan: Plan) -> _Sizes:
     checkpoint = plan.checkpoint
-    width = int(plan.config.text.hidden_size)
+    width = int(plan.config.text_config.hidden_size)
     # None of BLT, whose tokens other stacks embed.
-    embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))
+    embeddings = width * int(getattr(plan.config.text_config, "vocab_size", 0))
 
     changed = [module for module in plan.modules if module.path in plan.changes]
     modules = [_numel(module.tensors.values()) for module in changed]
@@ -85,9 +90,18 @@ def _sizes(plan: Plan) -> _Sizes:
     layer = _numel(spec for name, spec in checkpoint.tensors.items() if name.startswith(in_layer))
     mlps = max(checkpoint.parameters - sum(modules) - embeddings, 0)
     heads = plan.config.main_heads
+    query_width = heads.query * (heads.key_dim + heads.value_dim)
     # In float64, and once more without the means of keys.
     moments = 2 * 2 * ((heads.kv * heads.key_dim) ** 2 + (heads.kv * heads.value_dim) ** 2)
-    return _Sizes(width, modules, layer, embeddings, mlps, moments)
+    return _Sizes(
+        width=width,
+        module_parameters=modules,
+        layer_parameters=layer,
+        embeddings=embeddings,
+        mlps=mlps,
+        query_width=query_width,
+        moments=moments,
+    )
 
 
 def _numel(specs: Iterable[TensorSpec]) -> int:
@@ -98,19 +112,21 @@ def _numel(specs: Iterable[TensorSpec]) -> int:
 def weights_workload(plan: Plan) -> Workload:
     """Of second moments of the heads of each module, in float64."""
     sizes = _sizes(plan)
-    return Workload(_projections(sizes), memory=8 * _MODULE_COPIES * sizes.modules[0])
+    return Workload(_projections(sizes), memory=8 * _MODULE_COPIES * sizes.module_parameters[0])
 
 
 def aligned_workload(plan: Plan) -> Workload:
     """Of the closed form on inputs that are estimated through every MLP."""
     sizes = _sizes(plan)
     operations = _projections(sizes) + 4 * sizes.width * sizes.mlps
-    return Workload(operations, memory=4 * (sizes.embeddings + _ESTIMATE_COPIES * sizes.layer))
+    numbers = sizes.embeddings + _ESTIMATE_COPIES * sizes.layer_parameters
+    return Workload(operations, memory=4 * numbers)
 
 
 def _projections(sizes: _Sizes) -> float:
     """Operations on the second moments of the inputs of every module."""
-    return 2.0 * sizes.width * (sum(sizes.modules) + 2 * sizes.width**2 * len(sizes.modules))
+    modules = sizes.module_parameters
+    return 2.0 * sizes.width * (sum(modules) + 2 * sizes.width**2 * len(modules))
 
 
 def calibration_workload(plan: Plan, options: MapsOptions) -> Workload:
@@ -128,24 +144,35 @@ def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
     """Of the closed form on text and the training of every module."""
     sizes = _sizes(plan)
     training = options.refinement
-    forward_and_backward = 2 * _TRAINING * training.batch * options.text.length
-    steps = training.steps * (forward_and_backward + 6 * _MUON * sizes.width)
+    tokens = _PASSES_PER_STEP * training.batch * options.text.length
+    projections = (2 * tokens + 6 * _MUON_ITERATIONS * sizes.width) * sum(sizes.module_parameters)
+    step = projections + _attention_operations(sizes, tokens, options.text.length)
+    trained_copies = _REFINE_COPIES * sizes.module_parameters[0]
     return _on_text(
         plan,
         options,
-        operations=_calibration_operations(sizes, options) + steps * sum(sizes.modules),
-        numbers=_calibration_numbers(plan, sizes, options) + _REFINE_COPIES * sizes.modules[0],
+        operations=_calibration_operations(sizes, options) + training.steps * step,
+        numbers=_calibration_numbers(plan, sizes, options) + trained_copies,
     )
 
 
 def _calibration_operations(sizes: _Sizes, options: MapsOptions) -> float:
-    return _PASSES * 2 * options.text.total_tokens * (sum(sizes.modules) + sizes.mlps)
+    tokens = _CALIBRATION_PASSES * options.text.total_tokens
+    weights = 2 * tokens * (sum(sizes.module_parameters) + sizes.mlps)
+    return weights + _attention_operations(sizes, tokens, options.text.length)
+
+
+def _attention_operations(sizes: _Sizes, tokens: float, length: int) -> float:
+    """Of the scores and the weighted values of so many tokens, in texts of this length, in every
+    module.
+    """
+    return 2 * tokens * length * sizes.query_width * len(sizes.module_parameters)
 
 
 def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int:
     """Numbers in memory: hidden states of the text, a layer of both models, and second moments."""
     hidden = int(_STREAM_COPIES * options.text.total_tokens * sizes.width)
-    layers = 2 * (sizes.layer + sizes.embeddings)
+    layers = 2 * (sizes.layer_parameters + sizes.embeddings)
     moments = sizes.moments if plan.searches(options.grouping) else 0
     return hidden + layers + moments
 
@@ -162,7 +189,7 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
     generation = generation_workload(
         parameters=plan.checkpoint.parameters,
         layers=plan.config.layers,
-        vocabulary=int(getattr(plan.config.text, "vocab_size", 0)),
+        vocabulary=int(getattr(plan.config.text_config, "vocab_size", 0)),
         cache_bytes_per_token=plan.cache_before.bytes_per_token,
         sequences=sequences,
         length=text.length,
@@ -211,7 +238,7 @@ def generation_workload(
         held = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
 
     rounds = math.ceil(sequences / at_once)
-    passes = _SAMPLING_BFLOAT16 if native_bfloat16(device) else _SAMPLING
+    passes = _SAMPLING_PASSES_BFLOAT16 if native_bfloat16(device) else _SAMPLING_PASSES
     return Workload(
         operations=passes * 2 * sequences * length * parameters,
         memory=weights + held * sequence,

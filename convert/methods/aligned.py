@@ -51,7 +51,7 @@ class Aligned(WeightsMethod):
         moments = module.moments
         keys = moments.shared_keys(module.rotary) if module.aligns_keys else []
         attended = (group[None] for group in moments.values)  # alike by all query heads of a group
-        values = moments.shared_values(attended, module.factors["output"])
+        values = moments.shared_values(attended, module.heads_by_role["output"])
         return head_maps(module.heads, module.groups, keys, values)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:

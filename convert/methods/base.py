@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gqa.convert.heads.modules import AttentionModule, Change
 
 Reads = Literal["nothing", "weights", "text"]
-# What an option of gqa-convert is for: how maps are computed, the calibration text, the training
-# of layers, the seed. `option(setting=...)` names it; `Method.settings` lists those that a method
-# reads.
+# Kinds of options of gqa-convert that only some methods read: how maps are computed, the text, the
+# training of layers, the seed. `option(setting=...)` gives an option its kind, and
+# `Method.settings` lists the kinds that a method reads.
 Settings = Literal["maps", "text", "training", "seed"]
 
 
@@ -45,9 +45,14 @@ class Method:
     is_control: ClassVar[bool] = False
 
     @property
+    def computes_maps(self) -> bool:
+        """Whether it computes maps first; attention then fits the rest of the model."""
+        return self.reads != "nothing"
+
+    @property
     def chooses_from(self) -> str:
         """What it chooses the merge from, in words, for tables of methods."""
-        if self.reads == "nothing":
+        if not self.computes_maps:
             return "nothing (a fixed rule)"
         return self.reads
 
@@ -57,20 +62,20 @@ class Method:
         """Why the method cannot merge the heads of a model; empty if it can."""
         return ""
 
-    def pool(self, kv: int, groups: int) -> HeadMaps:
+    def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
         """The maps of a module for which none are computed, from Hk and G alone.
 
         Methods that read text use them for layers that predict further tokens.
         """
         return mean_maps(kv, groups)
 
-    def head_merge(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
+    def merge_without_maps(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
         """How the heads of one stored tensor are merged, of a module for which no maps are
         computed.
         """
-        return self.pool(change.heads.kv, change.groups).merge
+        return self.fixed_maps(change.heads.kv, change.groups).merge
 
 
 def name_with_type(checkpoint: Checkpoint, config: ModelConfig) -> str:
     """`NAME (MODEL_TYPE)`, for a reason why a method does not fit."""
-    return f"{checkpoint.name} ({config.text.model_type})"
+    return f"{checkpoint.name} ({config.text_config.model_type})"

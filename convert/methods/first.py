@@ -14,5 +14,5 @@ class First(Method):
     result = "the first of each group"
     example_ratio = "x16.4"
 
-    def pool(self, kv: int, groups: int) -> HeadMaps:
+    def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
         return first_maps(kv, groups)

@@ -14,5 +14,5 @@ class Mean(Method):
     result = "the mean of each group"
     example_ratio = "x15.4"
 
-    def pool(self, kv: int, groups: int) -> HeadMaps:
+    def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
         return mean_maps(kv, groups)

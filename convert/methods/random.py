@@ -33,11 +33,11 @@ class Random(Method):
 
     @property
     def chooses_from(self) -> str:
-        return "nothing"
+        return "nothing (random numbers)"
 
-    def head_merge(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
+    def merge_without_maps(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
         if not change.rule.projection:
-            return super().head_merge(change, config, seed)
+            return super().merge_without_maps(change, config, seed)
         import torch
 
         # Independent of the order of shards and threads
@@ -58,7 +58,7 @@ class Random(Method):
 
 def _initializer_range(config: ModelConfig) -> float:
     """The standard deviation of the model's own initial weights."""
-    stated = getattr(config.text, "initializer_range", None)
+    stated = getattr(config.text_config, "initializer_range", None)
     if isinstance(stated, int | float) and stated > 0:
         return stated
     return _INITIALIZER_RANGE

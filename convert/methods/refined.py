@@ -24,9 +24,9 @@ class Refined(TextMethod):
     name = "refined"
     cost = (
         "four forward passes over the text, then 200 steps a layer: 2 to 4 times as long as "
-        "calibrated up to 1.3B parameters (measured), about 15 times for 7B on a CPU (estimated)"
+        "calibrated (measured up to 1.3B parameters; --dry-run estimates it for any model)"
     )
-    result = "trained layer by layer"
+    result = "merged in closed form, then adjusted layer by layer"
     example_ratio = "x1.11"
     settings = TextMethod.settings | {"training"}
 

@@ -24,5 +24,5 @@ _METHODS: tuple[Method, ...] = (
     Refined(),
 )
 METHODS = {method.name: method for method in _METHODS}
-DEFAULT = "refined"
-MEASURES_LAYERS = "calibrated"  # what --kv-budget asks how much a layer loses by fewer heads
+DEFAULT_METHOD = "refined"
+BUDGET_METHOD = "calibrated"  # by which --kv-budget measures what each layer loses by fewer heads

@@ -13,9 +13,9 @@ from typing import Any
 
 from gqa.checkpoint.read import CAUSAL_MASK, Checkpoint, read_json
 from gqa.convert.heads.config import read_config, read_outer_config, transformers_config
-from gqa.convert.heads.config_edits import valid_groups
+from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.heads.families import custom
-from gqa.convert.heads.family import Groups, query_heads
+from gqa.convert.heads.family import KVCounts, query_heads
 from gqa.convert.heads.kv_cache import KVCache, kv_cache
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
@@ -52,14 +52,14 @@ _EXPLICIT_KEYS = ("max_position_embeddings", "rms_norm_eps")
 _BUFFERS = re.compile(rf"{CAUSAL_MASK.pattern}|.*\.rotary_emb\.inv_freq")
 
 
-def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
-    """The checkpoint itself, or a view of it in the first class that supports `groups` KV heads.
+def recast(checkpoint: Checkpoint, kv_heads: KVCounts) -> Checkpoint:
+    """The checkpoint itself, or a view of it in the first class that supports `kv_heads` KV heads.
 
     Raises RefusedError if no class can express the config.
     """
     name = checkpoint.name
     model_type = checkpoint.config.get("model_type")
-    differs_by_layer = isinstance(groups, tuple)
+    differs_by_layer = isinstance(kv_heads, tuple)
     recastings = _BY_LAYER if differs_by_layer else RECASTINGS
     entries = [entry for entry in recastings if entry.source == model_type]
     if not entries and differs_by_layer and not _allows_layers_to_differ(model_type):
@@ -75,14 +75,14 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     for entry in entries[:-1]:
         try:
             raw = _target_config(checkpoint, entry, config)
-            if groups in valid_groups(read_config(raw, name)):
+            if kv_heads in valid_kv_heads(read_config(raw, name)):
                 return _view(checkpoint, entry, config, raw)
         except CorruptError:
             raise
         except RefusedError:  # the next class may express the config
             continue
 
-    # If the last class does not support `groups` either, the plan refuses them.
+    # If the last class does not support `kv_heads` either, the plan refuses them.
     last = entries[-1]
     raw = _target_config(checkpoint, last, config)
     return _view(checkpoint, last, config, raw)

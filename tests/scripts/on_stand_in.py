@@ -87,6 +87,7 @@ def conversions(directory: Path) -> dict[str, Any]:
     """Of a decoder and of an encoder-decoder with padding."""
     llama = write_checkpoint(build(TINY["llama"], 4), directory / "llama")
     t5 = write_checkpoint(build(TINY["gqa_t5"], 4), directory / "t5")
+    gemma = write_checkpoint(build(TINY["gemma2"], 4), directory / "gemma2")
     padded = pairs(TINY["gqa_t5"].tokens, padding=8)
 
     def blocks(count: int) -> Tensor:
@@ -109,7 +110,21 @@ def conversions(directory: Path) -> dict[str, Any]:
         "encoder-decoder": against_the_cpu(
             lambda device: calibration(t5, "calibrated", device, padded), roomy
         ),
+        "aligned, with norms after attention and MLP": against_the_cpu(
+            lambda device: from_weights(gemma, device), roomy
+        ),
     }
+
+
+def from_weights(source: Path, device: str) -> dict[str, Tensor]:
+    """The tensors that `aligned` merges, by name."""
+    plan = plan_of(source, "aligned")
+    found: dict[str, Tensor] = {}
+    for path, maps in METHODS["aligned"].maps_by_module(plan, device=device):
+        for name, tensor in vars(maps).items():
+            if isinstance(tensor, Tensor):
+                found[f"{path} {name}"] = tensor.cpu()
+    return found
 
 
 def trainings(directory: Path) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def set_losses(*losses: float) -> None:
 
     def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
         module.heldout_losses = lambda *given: dict.fromkeys(
-            ("loss", "nats"), losses[progress.step]
+            ("kl", "cross_entropy"), losses[progress.step]
         )
         return evaluate(setup, model, progress, best)
 

@@ -139,18 +139,19 @@ def scramble(
     with _stored(directory, "scrambled") as (checkpoint, config, stored):
         symmetry = config.symmetry
         assert isinstance(symmetry, Symmetry)
+        stores_transposed = config.text_config.model_type == "gqa_gpt2"
         for module in attention_modules(checkpoint, config):
             heads = config.heads(module.layer)
-            rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
+            rotary = symmetry.rotary(config.text_config, module.layer, heads.key_dim)
             rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
             keys = [
                 _commuting(heads.key_dim, rotary, generator, stretch)
-                if symmetry.can_align_keys(config.text)
+                if symmetry.can_align_keys(config.text_config)
                 else torch.eye(heads.key_dim, dtype=torch.float64)
                 for _ in range(heads.kv)
             ]
             values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
-            _move(stored, module.path, heads, keys, values, config.text.model_type == "gqa_gpt2")
+            _move(stored, module.path, heads, keys, values, stores_transposed)
 
 
 def rearrange(directory: Path) -> None:
@@ -158,16 +159,15 @@ def rearrange(directory: Path) -> None:
     query heads.
     """
     with _stored(directory, "rearranged") as (checkpoint, config, stored):
+        stores_transposed = config.text_config.model_type == "gqa_gpt2"
         for module in attention_modules(checkpoint, config):
-            _rearrange_module(
-                stored,
-                module.path,
-                config.heads(module.layer),
-                config.text.model_type == "gqa_gpt2",
-            )
+            heads = config.heads(module.layer)
+            _rearrange_module(stored, module.path, heads, stores_transposed)
 
 
-def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: bool) -> None:
+def _rearrange_module(
+    stored: Stored, path: str, heads: LayerHeads, stores_transposed: bool
+) -> None:
     repeat = heads.query // heads.kv
     kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
     queries = [head * repeat + i for head in kv for i in range(repeat)]
@@ -183,14 +183,14 @@ def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: boo
         return lambda t: t.unflatten(0, (len(order), -1))[order].flatten(0, 1)
 
     rows = {role: reorder(order) for role, order in orders.items()}
-    _change_heads(stored, path, rows, lambda t: reorder(queries)(t.T).T, swapped)
+    _change_heads(stored, path, rows, lambda t: reorder(queries)(t.T).T, stores_transposed)
     for role, beside in (("query", QUERY_ROWS), ("key", KEY_ROWS)):
         for name in (f"{path}.{name}" for name in beside):
             # All heads'
             if not (
                 "norm" in name and name in stored and stored[name][name].shape == (heads.key_dim,)
             ):
-                _replace(stored, name, rows[role], swapped)
+                _replace(stored, name, rows[role], stores_transposed)
 
 
 def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> Tensor:
@@ -232,7 +232,7 @@ def _move(
     heads: LayerHeads,
     keys: list[Tensor],
     values: list[Tensor],
-    swapped: bool,
+    stores_transposed: bool,
 ) -> None:
     """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of
     the values.
@@ -255,30 +255,30 @@ def _move(
         role: lambda t, m=m: torch.block_diag(*m) @ t for role, m in matrices.items()
     }
     inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
-    _change_heads(stored, path, rows, lambda t: t @ inverse, swapped)
+    _change_heads(stored, path, rows, lambda t: t @ inverse, stores_transposed)
 
 
 def _change_heads(
-    stored: Stored, path: str, rows: Mapping[str, Change], columns: Change, swapped: bool
+    stored: Stored, path: str, rows: Mapping[str, Change], columns: Change, stores_transposed: bool
 ) -> None:
     """Change what is stored of each role, by its rows; outputs by their columns."""
-    changed, names = set(), GPT2_NAMES if swapped else NAMES
+    changed, names = set(), GPT2_NAMES if stores_transposed else NAMES
     for role, change in rows.items():
         for name in names.get(role, ()):
             for kind in ("weight", "bias"):
-                _replace(stored, f"{path}.{name}.{kind}", change, swapped)
+                _replace(stored, f"{path}.{name}.{kind}", change, stores_transposed)
             changed |= {role} if f"{path}.{name}.weight" in stored else set()
     for name in names["output"]:
-        _replace(stored, f"{path}.{name}.weight", columns, swapped)
+        _replace(stored, f"{path}.{name}.weight", columns, stores_transposed)
     assert changed in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
 
 
-def _replace(stored: Stored, name: str, change: Change, swapped: bool) -> None:
+def _replace(stored: Stored, name: str, change: Change, stores_transposed: bool) -> None:
     if name in stored:
         before = stored[name][name]
-        swap = swapped and before.ndim == 2
-        after = change((before.T if swap else before).double())
-        stored[name][name] = (after.T if swap else after).to(before.dtype).contiguous()
+        transpose = stores_transposed and before.ndim == 2
+        after = change((before.T if transpose else before).double())
+        stored[name][name] = (after.T if transpose else after).to(before.dtype).contiguous()
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -289,6 +289,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 def find_maps(plan: Plan, out: Path, options: MapsOptions) -> dict[str, Tensor]:
     """The maps that a conversion to `out` finds, by the names that they are stored under."""
     with with_maps(plan, out, options) as maps:
+        assert maps
         return {name: maps.tensor(name) for name in maps.names}
 
 

@@ -161,7 +161,7 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 def losses(out: Path) -> list[float]:
     """Of every step of a run."""
-    return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
+    return [record["cross_entropy"] for record in metrics(out / "gqa_uptraining.jsonl")]
 
 
 def state_files(state: Path) -> dict[str, bytes]:
