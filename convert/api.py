@@ -151,8 +151,8 @@ def convert(
     call = request(options, argv)
     if plan.needs_maps and maps_options is None:
         maps_options = options.maps_options  # refuses a device that cannot be used
+    out = output_of(options, plan)  # as it was typed, for what is printed
     output = open_output(options, plan)
-    out = output.out
     fetch_weights(plan.checkpoint)
 
     with output, with_maps(plan, out, maps_options, watcher, options.overwrite) as maps:

@@ -278,7 +278,7 @@ TRAINING = (
     "pass --gradient-checkpointing"
 )
 MEMORY = {  # where memory ends: the error, the message and the exit code
-    "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),
+    "gqa.uptrain.accelerator.Accelerator": (GPU, "out of memory: ", 1),
     "gqa.uptrain.training_model.next_token_loss": (GPU, TRAINING, 2),
     "torch.save": (CPU, TRAINING, 2),
 }

@@ -23,12 +23,12 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import OutputError, RefusedError
 from gqa.models.loading import load_model
+from gqa.uptrain.adapters import merge_adapters
 from gqa.uptrain.export import TrainedCheckpoint, result_tensors
 from gqa.uptrain.options import Scope
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.scope import attention_parameters, freeze_parameters, trained_names
 from gqa.uptrain.setup import check_exportable, prepare
-from gqa.uptrain.weights import merge_adapters
 
 pytestmark = pytest.mark.usefixtures("alone")
 

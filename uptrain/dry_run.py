@@ -17,12 +17,13 @@ from gqa.corpus.specs import is_self
 from gqa.models.loading import load_model
 from gqa.models.names import follow_prefix
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
+from gqa.uptrain.accelerator import precision_name
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import Length
 from gqa.uptrain.scope import freeze_parameters
-from gqa.uptrain.setup import Resolved, precision_name, resolve_options
+from gqa.uptrain.setup import Resolved, resolve_options
 from gqa.uptrain.training_time import TrainingTime, generating_seconds, training_seconds
 
 

@@ -16,9 +16,10 @@ from gqa.uptrain.dataloader import stack
 from gqa.uptrain.schedule import depends_on_length
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.sharding import local_shard
 from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.stored_weights import stored_weights
 from gqa.uptrain.training_model import mean_losses, zero_sums
-from gqa.uptrain.weights import local_shard, stored_weights
 
 Weights = dict[str, Tensor]
 

@@ -24,11 +24,11 @@ from gqa.checkpoint.writer import CheckpointWriter, new_shard
 from gqa.core.errors import OutputError, RefusedError, explain, listing, verification_error
 from gqa.models.classes import model_class
 from gqa.models.names import saved_tensors
+from gqa.uptrain.adapters import merge_adapters
 from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.record import move_base_path
 from gqa.uptrain.setup import Run
 from gqa.uptrain.state_files import WEIGHTS, State
-from gqa.uptrain.weights import merge_adapters
 
 ReadTensor = Callable[[TensorSpec], Tensor]  # a tensor of the result, in its stored dtype
 
@@ -93,7 +93,7 @@ def result_tensors(
     model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint
 ) -> ReadTensor:
     """How to get a tensor of the result: it is made of trained weights (whole ones, those of
-    `exported_weights`), or read from the source if it did not train.
+    `weights_of_affected`), or read from the source if it did not train.
 
     What is returned raises OutputError if a number is too large for its dtype.
     """

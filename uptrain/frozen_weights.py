@@ -5,8 +5,8 @@ trains stays in float32 nevertheless, because its steps are smaller than the gap
 bfloat16. A frozen weight can be rounded once and for all: every result is the same, bit for bit,
 the weight takes half of the memory, and no rounded copy of it waits for the backward pass.
 
-Conversion changes attention alone, so elsewhere the teacher has the same weights. They are stored
-once.
+Conversion changes attention alone, so elsewhere a teacher that is the base model has the same
+weights. They are stored once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.models.names import shared_names
-from gqa.uptrain.weights import exported_names, is_of_mamba, stored_dtypes
+from gqa.uptrain.adapters import is_of_mamba
+from gqa.uptrain.stored_weights import parameters_of_affected, stored_dtypes
 
 
 def frozen_linear_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, nn.Linear]:
@@ -37,7 +38,7 @@ def frozen_linear_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> dict
     """
     tied = shared_names(model)
     dtypes = stored_dtypes(model, checkpoint)
-    exported = exported_names(model)
+    affected = parameters_of_affected(model)
 
     layers = {}
     for path, module in model.named_modules():
@@ -47,7 +48,7 @@ def frozen_linear_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> dict
         if len(tied[name]) > 1 or is_of_mamba(model, path):
             continue
         plain_name = name.replace(".base_layer.", ".")
-        if plain_name in exported and dtypes.get(plain_name) != "BF16":
+        if plain_name in affected and dtypes.get(plain_name) != "BF16":
             continue
         layers[path] = module
     return layers

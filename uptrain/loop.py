@@ -33,9 +33,9 @@ from gqa.uptrain.optimizer import base_rate, forget_moments, make_optimizer, set
 from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import RATE_CUT, evaluates_after, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.sharding import prepare_model
 from gqa.uptrain.state_files import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, mean_losses, split_batch, zero_sums
-from gqa.uptrain.weights import prepare_model
 
 _PROBE_TOKENS = 16  # tokens of the passes that show whether a model draws at random
 

@@ -16,7 +16,7 @@ from gqa.models.loading import WEIGHTS_SHARE, load_model
 from gqa.models.names import follow_prefix, parameters_of_stored, shared_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import freeze_parameters
-from gqa.uptrain.weights import shard_teacher
+from gqa.uptrain.sharding import shard_teacher
 
 _FLOAT32 = 4  # bytes
 

@@ -27,8 +27,9 @@ from gqa.uptrain.export import (
 from gqa.uptrain.loop import mixes_dtypes, train
 from gqa.uptrain.record import adapted_record, move_base_path, record_of
 from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.sharding import gather
 from gqa.uptrain.state_files import TrainingProgress, state_record
-from gqa.uptrain.weights import exported_weights, gather, trained_bytes, trained_tensors
+from gqa.uptrain.stored_weights import affected_bytes, affected_tensors, weights_of_affected
 
 
 def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
@@ -87,7 +88,7 @@ def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, 
         raise refusal from error
 
     record = record_of(setup, progress)
-    whole = gather(exported_weights(setup.model, weights))
+    whole = gather(weights_of_affected(setup.model, weights))
     on_main(lambda: _save_and_write(setup, whole, progress, record))
     return progress, record
 
@@ -115,7 +116,7 @@ def _check_result(setup: Setup) -> None:
     for name in ("config.json", *source.side_files):
         with source.path(name).open("rb") as stream:
             stream.read(1)
-    setup.states.check_space(trained_bytes(setup.model, source), source.nbytes)
+    setup.states.check_space(affected_bytes(setup.model, source), source.nbytes)
 
 
 def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | None:
@@ -164,7 +165,7 @@ def _save_and_write(
     source = setup.checkpoint
     states = setup.states
     trained = result_tensors(setup.model, whole, source)
-    changed = changed_tensors(source, trained, trained_tensors(setup.model)) if whole else []
+    changed = changed_tensors(source, trained, affected_tensors(setup.model)) if whole else []
     of_run = state_record(progress, setup.description, setup.options.blocks_per_step)
 
     try:

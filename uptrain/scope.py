@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import Checkpoint
@@ -14,10 +10,8 @@ from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.core.compat import unsaved_names
 from gqa.core.errors import RefusedError, listing
 from gqa.models.names import parameter_names
+from gqa.uptrain.adapters import add_adapters
 from gqa.uptrain.options import Scope
-from gqa.uptrain.weights import LORA_ALPHA, is_of_mamba
-
-_LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 
 
 def freeze_parameters(
@@ -30,7 +24,7 @@ def freeze_parameters(
         checkpoint: Its checkpoint.
         scope: What trains. `all` freezes only parameters that the class does not store, like
             sinusoids; `lora` adds adapters to the other linear layers.
-        rank: Of the adapters.
+        rank: The rank of the adapters.
 
     Raises:
         RefusedError: The model does not allow the scope.
@@ -44,12 +38,12 @@ def freeze_parameters(
 
     attention, keys_and_values = attention_parameters(model, checkpoint)
     # With lora the other linear layers train only by their adapters.
-    whole = {"attention": attention, "kv": keys_and_values, "lora": keys_and_values}[scope]
+    trained = {"attention": attention, "kv": keys_and_values, "lora": keys_and_values}[scope]
     if scope == "lora":
-        add_adapters(model, whole, rank)
+        add_adapters(model, trained, rank)
     for name, parameter in model.named_parameters():
         is_adapter = scope == "lora" and "lora_" in name
-        parameter.requires_grad_(name in whole or is_adapter)
+        parameter.requires_grad_(name in trained or is_adapter)
 
 
 def attention_parameters(
@@ -81,49 +75,6 @@ def attention_parameters(
     trainable = {name for name, _ in model.named_parameters()}
     attention = {parameters[name] for name in stored if parameters.get(name) in trainable}
     return attention, {parameters[name] for name in projections} & trainable
-
-
-def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
-    """Add adapters to the linear layers, except the head and layers whose weights are in `trained`.
-
-    Routers get none, though some are subclasses of nn.Linear, as they return tuples. Nor do output
-    projections of Mamba mixers, whose weights fused kernels read without calling the layer.
-
-    Raises RefusedError.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise RefusedError("--train lora needs peft; install it with: pip install peft") from error
-
-    head = model.get_output_embeddings()
-    layers = {}
-    for name, module in model.named_modules():
-        is_linear = type(module).__name__ in _LINEAR and module is not head
-        if is_linear and f"{name}.weight" not in trained and not is_of_mamba(model, name):
-            layers[name] = module
-    if not layers:
-        class_name = type(model).__name__
-        raise RefusedError(
-            f"--train lora: {class_name} has no other linear layers to adapt; use --train "
-            "attention or all"
-        )
-
-    # peft puts adapters on the device of the weight, which must not be meta.
-    empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
-    for module, weight in empty.items():
-        zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-        module.weight = nn.Parameter(zeros, requires_grad=False)
-
-    # peft has rules for some model types (it adapts experts instead of dense layers, and refuses
-    # out_proj), which it does not apply to a module without a config.
-    shell = nn.ModuleDict({"model": model})
-    targets = [f"model.{name}" for name in layers]
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=LORA_ALPHA, target_modules=targets), shell
-    )
-    for module, weight in empty.items():
-        module.weight = weight
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

@@ -127,7 +127,7 @@ def shard(load_once: bool = False) -> None:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    import gqa.uptrain.setup as module
+    import gqa.uptrain.accelerator as module
 
     def make(**options: Any) -> Accelerator:
         accelerator = Accelerator(**options)

@@ -1,0 +1,105 @@
+"""The stored tensors that training changes, and the weights of a model as they would be stored.
+
+A *parameter* is of the model in memory; a *stored tensor* is of a checkpoint file, made of one
+parameter or of several. Training *affects* the stored tensors that are made of at least one
+parameter that trains; an affected tensor has *changed* if it differs in a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.read import Checkpoint, stored_as
+from gqa.models.names import parameters_of_stored
+from gqa.uptrain.adapters import adapter_parts, merge_adapter
+from gqa.uptrain.sharding import local_shard
+
+
+def affected_tensors(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The stored tensors that training may change -> the names in a state dict without adapters
+    from which each is made. They are those that are not made of frozen parameters alone.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    frozen = set[str]()
+    for name, parts in adapter_parts(parameters).items():
+        if not any(parameters[part].requires_grad for part in parts):
+            frozen.add(name)
+
+    return {
+        stored: names
+        for stored, (_, names) in parameters_of_stored(model).items()
+        if not frozen.issuperset(names)
+    }
+
+
+def parameters_of_affected(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of which `affected_tensors` are made."""
+    return set(chain.from_iterable(affected_tensors(model).values()))
+
+
+def affected_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
+    """Bytes of the tensors of a checkpoint that training may change, as they are stored."""
+    affected = affected_tensors(model)
+    return sum(spec.nbytes for name, spec in checkpoint.tensors.items() if name in affected)
+
+
+def weights_of_affected(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a state dict of which `affected_tensors` are made, adapters included."""
+    affected = parameters_of_affected(model)
+    parts = set[str]()
+    for name, parts_of_name in adapter_parts(weights).items():
+        if name in affected:
+            parts.update(parts_of_name)
+    return {name: tensor for name, tensor in weights.items() if name in parts}
+
+
+@contextmanager
+def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[None]:
+    """Give the model, within the block, the weights that would be stored: adapters merged, and
+    trained parameters rounded to the dtype of the checkpoint. The training weights wait in the
+    host's memory.
+    """
+    # First: reading the state dict has FSDP2 replace the local tensors of its parameters.
+    dtypes = stored_dtypes(model, checkpoint)
+    parameters = dict(model.named_parameters())
+    training_weights: dict[str, Tensor] = {}
+    try:
+        with torch.no_grad():
+            for name, parts in adapter_parts(parameters).items():
+                base, *adapter = parts
+                weight = parameters[base]
+                dtype = dtypes.get(name, "F32")
+                is_trained = weight.requires_grad or bool(adapter)
+                # Nothing would be rounded
+                if dtype == "F32" or not is_trained:
+                    continue
+
+                # The adapter is B A: with zeros in B it adds nothing to the merged weight
+                changed = [base, *adapter[1:]]
+                for part in changed:
+                    training_weights[part] = local_shard(parameters[part]).to("cpu", copy=True)
+                merged = merge_adapter(weight, *(parameters[part] for part in adapter))
+                weight.copy_(stored_as(merged, dtype))
+                for up in adapter[1:]:
+                    parameters[up].zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in training_weights.items():
+                local_shard(parameters[name]).copy_(tensor)
+
+
+def stored_dtypes(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """The dtype in which each parameter is stored, by the parameter's name."""
+    dtypes: dict[str, str] = {}
+    for stored, (_, names) in parameters_of_stored(model).items():
+        spec = checkpoint.tensors.get(stored)
+        if spec is not None:
+            dtypes |= dict.fromkeys(names, spec.dtype)
+    return dtypes
