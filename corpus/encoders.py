@@ -362,7 +362,7 @@ class Encoders:
 
         Raises RefusedError and CorpusError.
         """
-        if source.chats:
+        if source.has_chats:
             return self.chats
         if self._assistant_only_loss:
             raise RefusedError(

@@ -42,8 +42,8 @@ class Source:
             is called when documents are read.
         files: Shards, if known.
         separator: What separates documents in a text file.
-        takes: Accepts the digests of the documents to read; None: all.
-        fraction: The share of the documents that `part` leaves.
+        accepts: Accepts the digests of the documents to read; None: all.
+        fraction: The share of the documents that `heldout_part` leaves.
         excluded: What `excluding` leaves out.
     """
 
@@ -53,12 +53,12 @@ class Source:
     chat_column: Callable[[], str | None] = _no_chats
     files: tuple[Path, ...] = ()
     separator: str | None = None
-    takes: Callable[[bytes], bool] | None = None
+    accepts: Callable[[bytes], bool] | None = None
     fraction: float | None = None
     excluded: Exclusion | None = None
 
     @property
-    def chats(self) -> bool:
+    def has_chats(self) -> bool:
         """Whether documents are chats. Raises CorpusError."""
         return self.chat_column() is not None
 
@@ -69,7 +69,7 @@ class Source:
         return self.named_columns if column is None else (column,)
 
     def _load(self) -> Any:
-        return self.load(self.columns, self.chats)
+        return self.load(self.columns, self.has_chats)
 
     def identify(self) -> str:
         """What determines the documents: hashes of the content, and how it is read.
@@ -85,7 +85,7 @@ class Source:
             content = fingerprint(self._load())
 
         identity = f"{content} {self.columns} {self.fraction}"
-        if self.chats:
+        if self.has_chats:
             identity += " chats"
         if self.separator:
             identity += f" {self.separator!r}"
@@ -117,7 +117,7 @@ class Source:
     def rows_if_any(self) -> Iterator[tuple[str, ...]]:
         """As `rows`, of a source that may have no text."""
         columns = self.columns
-        document = Chat if self.chats else tuple
+        document = Chat if self.has_chats else tuple
         for row in self.read(self.dataset()):
             yield document(row[name] for name in columns)
 
@@ -140,7 +140,9 @@ class Source:
                     raise missing_column(self.spec, columns, name, present)
 
         data = data.select_columns(columns)
-        return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)
+        return data.map(
+            self._documents_of_batch, batched=True, batch_size=_ROWS, remove_columns=columns
+        )
 
     def read(self, data: Any) -> Iterator[dict[str, Any]]:
         """The rows of a data set made from `dataset()`. Raises CorpusError."""
@@ -151,10 +153,10 @@ class Source:
         except Exception as error:  # the readers of `datasets` raise many kinds
             raise hub_error(error, self.spec) from error
 
-    def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
+    def _documents_of_batch(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The rows of a batch with text in all columns, cut at the separator."""
         columns = self.columns
-        chats = self.chats
+        chats = self.has_chats
         separator = self.separator
 
         documents = list[tuple[str, ...]]()
@@ -179,7 +181,7 @@ class Source:
         return texts
 
     def _is_taken(self, document: tuple[str, ...]) -> bool:
-        return self.takes is None or self.takes(row_digest(*document))
+        return self.accepts is None or self.accepts(row_digest(*document))
 
     def _remainder(self, document: tuple[str, ...]) -> list[tuple[str, ...]]:
         """What is left of a document without what is excluded."""
@@ -202,21 +204,21 @@ class Source:
     def n_shards(self) -> int:
         return len(self.files) or getattr(self._load(), "num_shards", 1)  # of a stream
 
-    def part(self, fraction: float) -> Source:
+    def heldout_part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
-        assert self.takes is None
+        assert self.accepts is None
         return replace(
-            self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction
+            self, accepts=partial(in_lowest_fraction, fraction=fraction), fraction=fraction
         )
 
     def excluding(self, excluded: Exclusion) -> Source:
         """The documents without passages of held-out text."""
         return replace(self, excluded=excluded)
 
-    def without(self, heldout: Callable[[bytes], bool]) -> Source:
+    def training_part(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out.
 
         Not for `tokenize`: `identify` does not say what is left out.
         """
-        assert self.takes is None
-        return replace(self, takes=lambda digest: not heldout(digest))
+        assert self.accepts is None
+        return replace(self, accepts=lambda digest: not heldout(digest))

@@ -170,7 +170,7 @@ def tokenize_source(
     key = f"gqa tokens {source.identify()} {identity}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
     data = _stored(rows, features, fingerprint)
-    is_text = not source.chats and len(source.columns) == 1
+    is_text = not source.has_chats and len(source.columns) == 1
     return Documents(data, fingerprint, divisible=is_text)
 
 

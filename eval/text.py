@@ -45,7 +45,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
     )
 
     check_models_agree(subjects, next(sources[0].texts())[:2000])
-    if any(source.chats for source in sources):
+    if any(source.has_chats for source in sources):
         check_templates_agree(subjects)
 
     rows = chain.from_iterable(source.rows() for source in sources)

@@ -361,7 +361,9 @@ def test_a_stopped_study_continues_to_identical_rows(
     monkeypatch.setattr(ablation, "uptrain", trainings)
     # Not measured again: the seconds are the same too.
     assert [json.loads(line) for line in before] == measured(out, methods="mean")[: len(before)]
-    assert (trainings.call_args_list[0].args[0].start is not None) == (number == signal.SIGTERM)
+    assert (trainings.call_args_list[0].args[0].continues_from is not None) == (
+        number == signal.SIGTERM
+    )
     assert untimed(rows(out)) == untimed(rows_of("mean"))
     assert not (out / ".work").exists()
 

@@ -201,9 +201,9 @@ def test_a_column_of_text_comes_before_one_of_chats(tmp_path: Path) -> None:
 
     assert [*parse_source(str(path)).rows()] == [("plain",)]
     assert [*parse_source(str(path), text_column="name").rows()] == [("n",)]
-    assert not parse_source(str(path)).chats
+    assert not parse_source(str(path)).has_chats
     assert [*parse_source(str(path), text_column="messages").rows()] == [(text_of(chat(0)),)]
-    assert parse_source(str(path), text_column="messages").chats
+    assert parse_source(str(path), text_column="messages").has_chats
 
 
 def test_a_column_of_that_name_may_have_text(tmp_path: Path) -> None:

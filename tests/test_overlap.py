@@ -202,7 +202,7 @@ def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
     reader = CalibrationReader(text, read_checkpoint(SOURCE), "cpu", SILENT)
     ids = reader.blocks_and_heldout()[0].numpy()
     trained = runs_of(tokenizer.decode(ids.flatten()))
-    part = parse_source(str(data)).part(0.2)
+    part = parse_source(str(data)).heldout_part(0.2)
     held = HELD if "heldout" in case else [*part.texts()]
     assert held
     assert not set.union(*map(runs_of, held)) & trained

@@ -181,7 +181,10 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
         data = build_data(
             options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT
         )
-        return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
+        return [
+            data.blocks[data.first_trained_block + number]["input_ids"].tobytes()
+            for number in range(8)
+        ]
 
     def measured() -> list[bytes]:
         return [

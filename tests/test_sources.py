@@ -395,7 +395,7 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(one.read_bytes())
         identities.add(parse_source(str(tmp_path / name)).identify())
     separated = parse_source(str(tmp_path / "b.txt"), separator="b").identify()
-    assert len(identities | {separated, parse_source(str(one)).part(0.5).identify()}) == 7
+    assert len(identities | {separated, parse_source(str(one)).heldout_part(0.5).identify()}) == 7
     times, before = (
         (other.stat().st_atime_ns, other.stat().st_mtime_ns),
         parse_source(str(other)).identify(),
@@ -408,16 +408,16 @@ def test_heldout_part(tmp_path: Path) -> None:
     """It depends on the texts alone: not on their order or file, and copies stay together."""
     texts = [f"text {i % 700}" for i in range(1000)]
     source = parse_source(str(write(tmp_path / "a.jsonl", texts)))
-    heldout = list(source.part(0.1).texts())
+    heldout = list(source.heldout_part(0.1).texts())
     assert heldout == [text for text in texts if text in set(heldout)]
     assert 40 < len(set(heldout)) < 100
     again = parse_source(str(write(tmp_path / "b.jsonl", texts[::-1])))
-    assert list(again.part(0.1).texts()) == heldout[::-1]
-    assert set(heldout) < set(source.part(0.2).texts())
+    assert list(again.heldout_part(0.1).texts()) == heldout[::-1]
+    assert set(heldout) < set(source.heldout_part(0.2).texts())
     with pytest.raises(
         CorpusError, match=r"a.jsonl holds no text: it is empty or blank, or held out"
     ):
-        next(source.part(0.0).texts())
+        next(source.heldout_part(0.0).texts())
 
 
 # ----------------------------------------------------------------------------- data sets of the hub

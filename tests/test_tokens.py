@@ -127,7 +127,7 @@ def test_nothing_is_tokenized_twice(tokenizer: Any, tmp_path: Path, counted: Cou
         again(read(path), silent),
         again(read(path), larger),
         again(read(write(path, ["z", *texts_of(30)[1:]]))),
-        again(read(path).part(0.5)),
+        again(read(path).heldout_part(0.5)),
     ]
     assert all(0 < count <= 33 for _, count in changed)
     assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5

@@ -374,7 +374,7 @@ def test_a_second_run_that_was_prepared_meanwhile_continues_what_the_first_has_s
     first = prepare(options)
     with fresh_accelerator():
         second = prepare(options)
-        assert second.start is None
+        assert second.continues_from is None
         with monkeypatch.context() as patch:
             stop_after(patch, 2)
             with pytest.raises(StoppedError, match="step 2 is saved"):

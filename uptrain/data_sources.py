@@ -34,8 +34,8 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
             return [parse_source("stdlib:heldout")]
         return []
 
-    parts = [source.part(options.heldout_fraction) for source in data_sources(options)]
-    parts_with_text = [part for part in parts if next(part.read(part.dataset()), None)]
+    parts = [source.heldout_part(options.heldout_fraction) for source in data_sources(options)]
+    parts_with_text = [part for part in parts if next(part.rows_if_any(), None)]
     if not parts_with_text:
         raise RefusedError(
             f"--heldout-fraction {options.heldout_fraction:g} holds out no document; pass a "

@@ -26,21 +26,23 @@ MakeBlock = Callable[[Block, list[int]], Block]
 
 @dataclass(frozen=True)
 class Dataloader:
-    """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the
-    batch. With `options.repeats` half of the blocks repeat passages (`with_repeats` in
+    """Blocks in the order in which they are trained on.
+
+    With B blocks a step, step s trains on blocks s * B to (s + 1) * B after those that are held
+    out. With `options.repeats` half of the blocks repeat passages (`with_repeats` in
     corpus/blocks.py).
 
     Attributes:
         options: With block and batch decided.
         blocks: All blocks.
-        steps: Of the run.
+        steps: Number of steps of the run.
         fingerprint: Equal if the data is equal.
         summary: The data in words.
         heldout_blocks: On which the run is measured.
-        first: The first block to train on.
-        make: Makes a pair (source, target) of one block, for an encoder-decoder; None if blocks are
-            read as they are.
-        pair_tokens: Tokens of each block in order, if lengths differ.
+        first_trained_block: Its number; those before it are held out.
+        make_pair: Makes a pair (source, target) of one block, for an encoder-decoder; None if
+            blocks are read as they are.
+        tokens_of_blocks: Tokens of each block in order, if lengths differ.
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.
         data_tokens: Tokens that are not held out.
@@ -53,9 +55,9 @@ class Dataloader:
     fingerprint: str
     summary: str
     heldout_blocks: list[Block]
-    first: int = 0
-    make: MakeBlock | None = None
-    pair_tokens: Ints | None = None
+    first_trained_block: int = 0
+    make_pair: MakeBlock | None = None
+    tokens_of_blocks: Ints | None = None
     distinct_tokens: int | None = None
     data_tokens: int | None = None
     overlap: Overlap | None = None
@@ -63,9 +65,9 @@ class Dataloader:
     def tokens_until(self, step: int) -> int:
         """Tokens of all blocks of the first `step` steps, repeats included."""
         blocks = step * self.options.blocks_per_step
-        if self.pair_tokens is None:
+        if self.tokens_of_blocks is None:
             return blocks * self.options.block
-        return int(self.pair_tokens[:blocks].sum())
+        return int(self.tokens_of_blocks[:blocks].sum())
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,29 +77,32 @@ class Dataloader:
     @property
     def heldout_tokens(self) -> int:
         """Tokens of the held-out blocks; of a pair those of both sides."""
-        if self.pair_tokens is None:
+        if self.tokens_of_blocks is None:
             return len(self.heldout_blocks) * self.options.block
         return sum(len(block["input_ids"]) + len(block["labels"]) for block in self.heldout_blocks)
 
     def batches(
-        self, first_step: int, rank: int, ranks: int, micro: int
+        self, first_step: int, rank: int, ranks: int, micro_batch: int
     ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of one rank for each step from `first_step` on; a rank has every
         `ranks`th block.
         """
         batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
-            begin = self.first + step * batch
-            share = [self.block(number) for number in range(begin + rank, begin + batch, ranks)]
-            yield [stack(share[start : start + micro]) for start in range(0, len(share), micro)]
+            begin = self.first_trained_block + step * batch
+            of_rank = [self.block(number) for number in range(begin + rank, begin + batch, ranks)]
+            yield [
+                stack(of_rank[start : start + micro_batch])
+                for start in range(0, len(of_rank), micro_batch)
+            ]
 
     def block(self, index: int) -> Block:
-        """Block `index` (from `first` on) as the model reads it."""
+        """Block `index` (from `first_trained_block` on) as the model reads it."""
         if not self.options.repeats:
             block = self.blocks[index]
-            if self.make is None:
+            if self.make_pair is None:
                 return block
-            return self.make(block, [self.options.seed, index])
+            return self.make_pair(block, [self.options.seed, index])
 
         if isinstance(self.blocks, StreamedBlocks):
             # A stream cannot go back to earlier blocks: a block repeats passages of its own text.
@@ -105,7 +110,7 @@ class Dataloader:
             first = index
         else:
             read = self._latest_text
-            first = self.first
+            first = self.first_trained_block
 
         tokens = with_repeats(read, index, self.options.seed, None, first=first)
         return block_of(tokens.astype(np.int64))

@@ -43,9 +43,9 @@ def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> Non
 
         # Before the card, which shows the record
         is_moved = move_base_path(run, record)
-        metrics = run.metrics if run.metrics.is_file() else ""  # users delete it
+        log = run.log_path if run.log_path.is_file() else ""  # users delete it
         card = result_card(run, output.out.name, record)
-        documents: dict[str, str | Path] = {METRICS: metrics, CARD: card}
+        documents: dict[str, str | Path] = {METRICS: log, CARD: card}
         if is_moved:
             documents[PROVENANCE] = json.dumps(record["conversion"], indent=2) + "\n"
 

@@ -1,6 +1,7 @@
-"""The held-out blocks of a run, which measure the training. Their text is never trained on.
+"""The held-out blocks of a run, which measure the training.
 
-They come from sources that are named (--heldout, --heldout-fraction), or from the end of the data.
+Text that is *held back* is never trained on: sources that are named (--heldout,
+--heldout-fraction), or the end of the data. Of it, at most --heldout-tokens are *measured*.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def blocks_of_named_text(
     heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})  # from token 0 on
 
     all_blocks = Blocks(text, np.arange(len(text)), options.block)
-    count = min(count_heldout(options), len(all_blocks))
+    count = min(most_measured_blocks(options), len(all_blocks))
     numbers = np.linspace(0, len(all_blocks) - 1, count)
     blocks = [all_blocks[int(number)] for number in numbers]
     blocks = [block for block in blocks if has_targets(block)]
@@ -59,7 +60,7 @@ def blocks_of_the_end(
     """The end of the data, in the order of the documents' hashes, which training skips, and its
     blocks. Little data has no held-out end.
     """
-    heldout = HeldoutDocuments(hold_back(text, count_held_back(options, text) * options.block))
+    heldout = HeldoutDocuments(hold_back(text, blocks_to_hold_back(options, text) * options.block))
 
     # Of each document with a limit, the tokens from there on, in the order of the data.
     numbers = {bytes(digest): number for number, digest in enumerate(text.digests)}
@@ -67,7 +68,7 @@ def blocks_of_the_end(
     read = text.tokens_with_mask if text.has_masks else text.tokens
     packed = pack((read(number)[limit:] for number, limit in ends), options.block)
 
-    blocks = [block for block, _ in islice(packed, count_heldout(options))]
+    blocks = [block for block, _ in islice(packed, most_measured_blocks(options))]
     return heldout, [block for block in blocks if has_targets(block)]
 
 
@@ -98,14 +99,14 @@ def has_targets(block: Block) -> bool:
     return "loss_mask" not in block or bool(block["loss_mask"][1:].any())
 
 
-def count_heldout(options: TrainOptions) -> int:
-    """The largest number of held-out blocks."""
+def most_measured_blocks(options: TrainOptions) -> int:
+    """The largest number of blocks that are measured."""
     return max(1, options.heldout_tokens // options.block)
 
 
-def count_held_back(options: TrainOptions, data: Documents) -> int:
+def blocks_to_hold_back(options: TrainOptions, data: Documents) -> int:
     """The number of blocks to hold back: a twentieth of the data, and at most --heldout-tokens.
 
     Data of fewer than 20 blocks has none.
     """
-    return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))
+    return min(most_measured_blocks(options), int(data.lengths.sum()) // (20 * options.block))

@@ -24,7 +24,7 @@ class Log:
         self._device = setup.accelerator.device
         self._objective = setup.options.objective
         self._is_main = setup.accelerator.is_main_process
-        self._path = setup.metrics
+        self._path = setup.log_path
         self._watcher = watcher
         self._has_warned = False
 

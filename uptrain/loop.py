@@ -83,14 +83,14 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
 
         reading_seconds = 0.0  # how long the batches of a step took to read
         while progress.step < steps:
-            start = time.perf_counter()
+            began = time.perf_counter()
             rate = _learning_rate(setup, progress)
 
             sums, norm = train_step(
                 accelerator, wrapped, optimizer, batches.micro_batches, rate, setup.options.clip
             )
             numbers = _add_step(progress, sums, norm, rate, setup)
-            seconds = reading_seconds + time.perf_counter() - start
+            seconds = reading_seconds + time.perf_counter() - began
 
             if _evaluates_after(setup, progress.step):
                 numbers |= evaluate(setup, wrapped, progress, best)
@@ -190,7 +190,7 @@ def _begin_or_continue(
     """
     progress = TrainingProgress()
     best: Weights = {}
-    if setup.start:
+    if setup.continues_from:
         progress, best = _restore(setup, wrapped, optimizer)
     if progress.step == 0 and setup.dataloader.heldout_blocks:
         evaluate(setup, wrapped, progress, best)
@@ -201,18 +201,18 @@ def _restore(setup: Setup, wrapped: Any, optimizer: Any) -> tuple[TrainingProgre
     """Load the model's weights and the optimizer from the state to continue from; return the
     progress and the best weights in that state.
     """
-    assert setup.start
-    progress = TrainingProgress.of(setup.start.record)
+    assert setup.continues_from
+    progress = TrainingProgress.of(setup.continues_from.record)
 
     best: Weights = {}
     if setup.dataloader.heldout_blocks:
         # `load` reads the saved weights into these, which have their names and shapes
         best = copy_trained(setup, wrapped)
-    load(setup.start, setup.accelerator, wrapped, optimizer, best)
+    load(setup.continues_from, setup.accelerator, wrapped, optimizer, best)
 
     blocks = setup.dataloader.blocks
     if isinstance(blocks, StreamedBlocks):
-        blocks.seek(setup.start.record["stream"])
+        blocks.seek(setup.continues_from.record["stream"])
     return progress, best
 
 

@@ -15,7 +15,7 @@ from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
 from gqa.corpus.tokens import Block, Documents, Ints
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.dataloader import Dataloader, MakeBlock
-from gqa.uptrain.heldout_blocks import count_held_back, passages_to_exclude
+from gqa.uptrain.heldout_blocks import blocks_to_hold_back, passages_to_exclude
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
 from gqa.uptrain.run_length import count_blocks, count_steps, decide_block_and_batch
@@ -77,7 +77,7 @@ class PairDataBuilder:
         """Blocks of text, each with spans left out."""
         loader = self.text.build()
         heldout = _make_pairs(self._corrupt, loader.heldout_blocks)
-        return replace(loader, heldout_blocks=heldout, make=self._corrupt)
+        return replace(loader, heldout_blocks=heldout, make_pair=self._corrupt)
 
     def _generated(self) -> Dataloader:
         """Pairs that the teacher writes; held-out text that is named has spans left out."""
@@ -89,11 +89,14 @@ class PairDataBuilder:
         # Lengths of the blocks to train on; each has two sides, padded with -1.
         count = loader.steps * loader.options.blocks_per_step
         lengths = list[int]()
-        for number in range(loader.first, loader.first + count):
+        for number in range(loader.first_trained_block, loader.first_trained_block + count):
             tokens = loader.blocks[number]["input_ids"]
             lengths.append(int((tokens >= 0).sum()))
         return replace(
-            loader, heldout_blocks=heldout, make=_unpack_generated, pair_tokens=np.array(lengths)
+            loader,
+            heldout_blocks=heldout,
+            make_pair=_unpack_generated,
+            tokens_of_blocks=np.array(lengths),
         )
 
     def _corrupt(self, block: Block, seeds: list[int]) -> Block:
@@ -151,7 +154,7 @@ class PairDataBuilder:
             fingerprint=table.fingerprint,
             summary=summary,
             heldout_blocks=heldout_pairs,
-            pair_tokens=pair_tokens[order],
+            tokens_of_blocks=pair_tokens[order],
             overlap=overlap,
         )
 
@@ -169,7 +172,7 @@ class PairDataBuilder:
             numbers = np.arange(len(heldout_table))
         else:
             heldout_table = table
-            heldout = HeldoutDocuments(hold_back(table, count_held_back(in_pairs, table)))
+            heldout = HeldoutDocuments(hold_back(table, blocks_to_hold_back(in_pairs, table)))
             numbers = np.flatnonzero(heldout.lengths(table) == 0)
 
         n_measured = min(in_pairs.heldout_tokens, len(numbers))

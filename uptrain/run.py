@@ -41,14 +41,14 @@ def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict
     """
     with run.states.lock():
         run = _look_again(run)
-        start = run.start
-        if start is None:
+        state = run.continues_from
+        if state is None:
             on_main(run.states.clear)
 
-        if start and start.is_trained:
-            record = adapted_record(run, start.record["result"])
-            on_main(lambda: _finish(run, record, saved_tensors_of(run.checkpoint, start)))
-            return TrainingProgress.of(start.record), record
+        if state and state.is_trained:
+            record = adapted_record(run, state.record["result"])
+            on_main(lambda: _finish(run, record, saved_tensors_of(run.checkpoint, state)))
+            return TrainingProgress.of(state.record), record
 
         assert isinstance(run, Setup)
         return _train_and_write(run, watcher)
@@ -59,21 +59,21 @@ def _look_again(run: Run) -> Run:
     run of the same command may have saved one, or ended, since it was prepared. Raises
     RefusedError.
     """
-    start = from_main(lambda: run.states.state_to_continue(run.description))
+    state = from_main(lambda: run.states.state_to_continue(run.description))
     on_main(run.open_output)  # checks it: the other run may have written it
-    if start is None and run.start is not None:
+    if state is None and run.continues_from is not None:
         raise RefusedError(
             "another run of the same command ended while this one was prepared; repeat the command"
         )
 
-    batch_size = start and start.record["batch_size"]
-    if start and not start.is_trained and batch_size != run.options.batch_size:
+    batch_size = state and state.record["batch_size"]
+    if state and not state.is_trained and batch_size != run.options.batch_size:
         raise RefusedError(
-            f"another run of the same command saved step {start.record['step']:,} with "
+            f"another run of the same command saved step {state.record['step']:,} with "
             f"{batch_size} blocks a step "
             "while this one was prepared; repeat the command to continue from there"
         )
-    return replace(run, start=start)
+    return replace(run, continues_from=state)
 
 
 def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, dict[str, Any]]:

@@ -70,7 +70,7 @@ class Saver:
             stops: Whether the run stops here, for whatever reason.
         """
         setup = self._setup
-        start = time.monotonic()
+        began = time.monotonic()
         stream = gather_object(saved_lanes_of(bookmark)) if bookmark else []
         record = state_record(
             progress,
@@ -80,16 +80,14 @@ class Saver:
             unreadable_text=unreadable_text,
         )
 
-        newest = 2 if setup.options.save_every else 1
+        keep = 2 if setup.options.save_every else 1
         try:
-            setup.states.save(
-                setup.accelerator, self._wrapped, self._optimizer, best, record, newest
-            )
+            setup.states.save(setup.accelerator, self._wrapped, self._optimizer, best, record, keep)
         except OutputError as error:
             if stops:
                 raise
             self._watcher.warn(f"{error}. The run goes on")
 
         self._saved_at = time.monotonic()
-        self._save_seconds = self._saved_at - start
+        self._save_seconds = self._saved_at - began
         return setup.states.directory

@@ -15,8 +15,9 @@ _FACTORS: dict[Schedule, Callable[[float], float]] = {
     "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
 }
 
-EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
-_EARLY = 16  # and one after this part of its steps, since a rate that is too high shows early
+EVALUATIONS = 4  # of a run, at equal distances, unless `eval_every` is given
+# And one after this part of the steps, since a rate that is too high shows early.
+_EARLY_PART = 16
 MAX_WARMUP_STEPS = 100  # by default
 RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
 
@@ -48,7 +49,7 @@ def evaluation_interval(eval_every: int | None, steps: int) -> int:
 
 def evaluates_after(step: int, steps: int, eval_every: int | None) -> bool:
     """Whether the held-out losses are measured once `step` of `steps` are done."""
-    is_early = eval_every is None and step == steps // _EARLY
+    is_early = eval_every is None and step == steps // _EARLY_PART
     return is_early or step == steps or step % evaluation_interval(eval_every, steps) == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Run:
         config: transformers' config of the model.
         states: What unfinished work is stored in.
         description: What makes it this run, by `describe_run`.
-        start: The state from which it continues.
+        continues_from: The state of an earlier run, after which this one begins.
     """
 
     options: TrainOptions
@@ -90,10 +90,10 @@ class Run:
     config: Any
     states: States
     description: dict[str, Any]
-    start: State | None
+    continues_from: State | None
 
     @property
-    def metrics(self) -> Path:
+    def log_path(self) -> Path:
         """The log of every step."""
         return self.states.directory / METRICS_LOG
 
@@ -138,7 +138,7 @@ def prepare(
         shares_states: Whether runs of the same training with other outputs continue each other.
     """
     run = open_run(options, argv, watcher, shares_states)
-    if run.start and run.start.is_trained:
+    if run.continues_from and run.continues_from.is_trained:
         return run
     return build_setup(run, watcher)
 
@@ -216,7 +216,7 @@ def open_run(
     states = States(states_directory(out), out)
     if shares_states:
         states = find_states(out, description)
-    start = from_main(lambda: states.state_to_continue(description))
+    continues_from = from_main(lambda: states.state_to_continue(description))
     return Run(
         options=options,
         out=out,
@@ -227,15 +227,16 @@ def open_run(
         config=resolved.config,
         states=states,
         description=description,
-        start=start,
+        continues_from=continues_from,
     )
 
 
 def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
-    if run.start:  # the default batch may depend on the number of processes
-        options = replace(run.options, batch_size=run.start.record["batch_size"])
+    if run.continues_from:  # the default batch may depend on the number of processes
+        batch_size = run.continues_from.record["batch_size"]
+        options = replace(run.options, batch_size=batch_size)
         options.check(processes)
         run = replace(run, options=options)
 
@@ -248,10 +249,9 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     micro_batch = options.micro_batch or blocks_of_process
     run.accelerator.gradient_accumulation_steps = blocks_of_process // micro_batch
 
-    of_run = {field.name: getattr(run, field.name) for field in fields(Run)}
-    of_run["options"] = options
+    run = replace(run, options=options)
     return Setup(
-        **of_run,
+        **vars(run),
         model=model,
         training_model=training_model,
         dataloader=dataloader,
@@ -273,18 +273,18 @@ def _load_models(
 
     # We round frozen weights to bfloat16 once. FSDP2 rounds each layer when it gathers it.
     rounds_frozen = accelerator.mixed_precision == "bf16" and not accelerator.is_fsdp2
-    loading_place = str(accelerator.device)
+    device = str(accelerator.device)
     if rounds_frozen:
-        loading_place = loading_device(checkpoint, teacher_checkpoint, accelerator)
+        device = loading_device(checkpoint, teacher_checkpoint, accelerator)
 
     # Before weights are read, which may take minutes
     if teacher_checkpoint:
         _check_teacher(run, teacher_checkpoint, tokenizer)
 
-    model = load_trained_model(options, checkpoint, accelerator, loading_place)
+    model = load_trained_model(options, checkpoint, accelerator, device)
     teacher = None
     if teacher_checkpoint:
-        teacher = load_teacher(options, teacher_checkpoint, accelerator, loading_place)
+        teacher = load_teacher(options, teacher_checkpoint, accelerator, device)
 
     training_model = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:

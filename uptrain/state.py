@@ -192,10 +192,10 @@ class States:
         optimizer: Any,
         best: dict[str, Tensor],
         record: dict[str, Any],
-        newest: int,
+        keep: int,
     ) -> None:
         """Write the state of all ranks, rename it when it is complete, and remove older ones
-        until `newest` are left. Raises OutputError; then the states before are still there.
+        until `keep` are left. Raises OutputError; then the states before are still there.
         """
         work = self.directory / f"step-{record['step']:08d}{PARTIAL}"
         try:
@@ -215,7 +215,7 @@ class States:
             ) from error
 
         if accelerator.is_main_process:
-            for old in self.step_directories()[:-newest]:
+            for old in self.step_directories()[:-keep]:
                 # The new state is complete: an older one that cannot be removed does no harm.
                 with suppress(OSError):
                     remove_state(old)

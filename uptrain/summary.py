@@ -18,7 +18,7 @@ from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.training_time import TrainingTime
 
 # The two held-out losses, in words.
-DISTILLATION = "KL divergence"
+KL_DIVERGENCE = "KL divergence"
 CROSS_ENTROPY = "cross-entropy"
 
 
@@ -39,7 +39,7 @@ def plan_lines(run: Run) -> list[str]:
         _steps_line(setup),
         _optimizer_line(setup),
         _precision_line(setup.options.precision),
-        heldout_text(setup),
+        _heldout_line(setup),
         output_line,
     ]
     overlap = setup.dataloader.overlap
@@ -51,9 +51,9 @@ def plan_lines(run: Run) -> list[str]:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout.items())
         lines.append(f"dropout     off; the model asks for {rates}")
 
-    if setup.start:
+    if setup.continues_from:
         lines.append(
-            f"continues   after step {setup.start.record['step']:,}, saved in "
+            f"continues   after step {setup.continues_from.record['step']:,}, saved in "
             f"{setup.states.directory}"
         )
     return lines
@@ -148,7 +148,7 @@ def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
 def _steps_line(setup: Setup) -> str:
     data = setup.dataloader
     blocks = plural(setup.options.blocks_per_step, "block")
-    on_average = "" if data.pair_tokens is None else " on average"
+    on_average = "" if data.tokens_of_blocks is None else " on average"
     repeats = ", with repeated passages" if setup.options.repeats else ""
     return (
         f"steps       {data.steps:,}, each of {blocks} ({data.tokens_per_step:,} "
@@ -189,7 +189,7 @@ def _peak_rate(options: TrainOptions) -> str:
     return f"{options.learning_rate:g}"
 
 
-def heldout_text(setup: Setup) -> str:
+def _heldout_line(setup: Setup) -> str:
     """The line of a plan that says what is held out, and by which measure the best weights are
     chosen.
     """
@@ -200,16 +200,16 @@ def heldout_text(setup: Setup) -> str:
         )
     tokens = setup.dataloader.heldout_tokens
     return (
-        f"held out    {tokens:,} tokens; the weights with the lowest {measure_of(setup.options)} "
+        f"held out    {tokens:,} tokens; the weights with the lowest {_measure(setup.options)} "
         "on them are written"
     )
 
 
-def measure_of(options: TrainOptions) -> str:
+def _measure(options: TrainOptions) -> str:
     """The held-out loss by which the best step is chosen, in words: it is the loss that training
     minimizes.
     """
-    return f"{DISTILLATION} from the teacher" if options.distills else CROSS_ENTROPY
+    return f"{KL_DIVERGENCE} from the teacher" if options.distills else CROSS_ENTROPY
 
 
 def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
@@ -229,7 +229,7 @@ def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
     if not (before and after):
         return []
 
-    measure = measure_of(run.options)
+    measure = _measure(run.options)
     chosen = run.options.objective
     lines = [
         f"held out    {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "

@@ -22,7 +22,7 @@ from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.heldout_blocks import (
     blocks_of_named_text,
     blocks_of_the_end,
-    count_heldout,
+    most_measured_blocks,
     passages_to_exclude,
 )
 from gqa.uptrain.options import TrainOptions
@@ -115,12 +115,12 @@ class TextDataBuilder:
                 summary += f"; {plural(longer, 'chat')} longer than a block, and cut there"
 
         return Dataloader(
-            options,
-            Blocks(text, order, size, text_blocks, lengths),
-            steps,
-            text.fingerprint,
-            summary,
-            heldout_blocks,
+            options=options,
+            blocks=Blocks(text, order, size, text_blocks, lengths),
+            steps=steps,
+            fingerprint=text.fingerprint,
+            summary=summary,
+            heldout_blocks=heldout_blocks,
             distinct_tokens=distinct,
             data_tokens=data_tokens,
             overlap=overlap,
@@ -150,7 +150,14 @@ class TextDataBuilder:
             summary += ", without passages of the held-out text"
         contents = file_digests(source.files)
         fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
-        return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
+        return Dataloader(
+            options=options,
+            blocks=blocks,
+            steps=steps,
+            fingerprint=fingerprint,
+            summary=summary,
+            heldout_blocks=heldout_blocks,
+        )
 
     def _generated(self) -> Dataloader:
         """Blocks that the teacher writes. The first are held out, unless --heldout names other
@@ -164,17 +171,23 @@ class TextDataBuilder:
         count = steps * options.blocks_per_step
 
         _, heldout_blocks = blocks_of_named_text(options, self.encoders)
-        first = 0
+        n_heldout = 0
         if not heldout_blocks:
-            first = count_heldout(options)
-        blocks = self.write(options.block, first + count)
+            n_heldout = most_measured_blocks(options)
+        blocks = self.write(options.block, n_heldout + count)
         if not heldout_blocks:
-            heldout_blocks = [blocks[number] for number in range(first)]
+            heldout_blocks = [blocks[number] for number in range(n_heldout)]
 
         teacher = Path(options.teacher).absolute().name
         summary = f"{plural(count, 'block')} of {options.block:,} tokens from {teacher}"
         return Dataloader(
-            options, blocks, steps, blocks.fingerprint, summary, heldout_blocks, first
+            options=options,
+            blocks=blocks,
+            steps=steps,
+            fingerprint=blocks.fingerprint,
+            summary=summary,
+            heldout_blocks=heldout_blocks,
+            first_trained_block=n_heldout,
         )
 
     def _with_block_and_batch(self, data_tokens: int) -> TrainOptions:

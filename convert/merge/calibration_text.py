@@ -96,7 +96,7 @@ class CalibrationText:
 
         if not checkpoint.hub_id:
             tokenizer = load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
-            if any(source.chats for source in local):
+            if any(source.has_chats for source in local):
                 check_template(tokenizer, checkpoint.name)
 
     def _check_chosen_length(self, checkpoint: Checkpoint) -> None:
@@ -226,7 +226,7 @@ class CalibrationText:
         if self.excluded_fraction:
             # Not `data_specs`: by default `general` is read too.
             read = [other for other in self.sources if not is_self(other)]
-            parts = [self._parse(other).part(self.excluded_fraction) for other in read]
+            parts = [self._parse(other).heldout_part(self.excluded_fraction) for other in read]
             is_excluded = partial(in_lowest_fraction, fraction=self.excluded_fraction)
         elif self.excluded:
             parts = [self._parse(self.excluded)]
@@ -238,7 +238,7 @@ class CalibrationText:
         # A small source may have no document in the fraction.
         rows = chain.from_iterable(part.rows_if_any() for part in parts)
         passages = Passages.of(map(searched_text, rows))
-        return source.without(is_excluded).excluding(Exclusion(passages))
+        return source.training_part(is_excluded).excluding(Exclusion(passages))
 
 
 def _stated_tokens(source: str) -> int | None:
