@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 # Gray text on no background: readable on white and on black.
 GRAY = "#808080"
 METHODS = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868"}
-COLORS = METHODS | {"distilled": "#8172b3"}
+COLORS = METHODS | {"uptrained": "#8172b3"}
 HIGHEST = 2.6  # what is higher is named in words: the rest would look all alike
 LIMITS = (1.05, 1.5)  # of `good` and `trade-off`
 

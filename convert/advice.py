@@ -17,7 +17,7 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.methods.base import Method
 from gqa.convert.options import ConvertOptions, options_of
-from gqa.convert.output import default_directory
+from gqa.convert.output import default_directory, output_of
 from gqa.convert.plan import OutputTensor, Plan
 from gqa.convert.summary import quality_loss, quality_text, size
 from gqa.core import devices
@@ -280,8 +280,8 @@ def more_text_command(plan: Plan, options: ConvertOptions) -> str:
     method = plan.merge_method
     assert method is not None
     words = _conversion_words(plan, options, method)
-    if options.output:
-        words += ["-o", str(options.output)]
+    if options.output or options.kv_budget:  # the name of the result is not that of its heads
+        words += ["-o", str(output_of(options, plan))]
     words.append("--overwrite")
     return shell_line([*words, *_repeated_options(options, method, without="tokens")])
 
@@ -298,6 +298,8 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
         words += ["-o", str(output)]
     else:
         output = default_directory(options, plan, method.name)
+        if options.kv_budget:  # the command names the heads instead, and so would its result
+            words += ["-o", str(output)]
     if output.exists():
         return ""
     return shell_line([*words, *_repeated_options(options, method)])

@@ -74,8 +74,15 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     # Check plan and output before fetching weights and measuring layers.
     share = options.kv_budget
     heads = uneven_heads(checkpoint, share)
-    make_plan(checkpoint, heads, BUDGET_METHOD)  # which must fit the model too
     plan_to_check = _plan(checkpoint, heads, options)
+    try:
+        make_plan(checkpoint, heads, BUDGET_METHOD)
+    except RefusedError as error:
+        reason = str(error).partition("; use --method")[0]
+        raise RefusedError(
+            f"--kv-budget measures layers with --method {BUDGET_METHOD}, but {reason}; pass "
+            "--kv-heads instead"
+        ) from error
     options.maps_options.text.check_sources(checkpoint)  # read whatever the method reads
     open_output(options, plan_to_check)
 
@@ -161,7 +168,7 @@ def convert(
             output,
             PROVENANCE,
             provenance(plan, maps, out, call),
-            {"README.md": model_card(plan, maps, out.name, call)},
+            {"README.md": model_card(plan, maps, output.out.name, call)},
         )
 
     result_warnings = advice.warnings(plan, maps, options, out, record["source"])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _BENCHMARK_SECONDS = 0.2
 _WIDEST = 8192  # wider products are no faster
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-# Seconds in which a layer computes one position of all texts of a batch, however small it is. On a
-# GPU Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
+# The least seconds that a layer takes for one decoding step of a batch, however little it computes.
+# On a GPU Python is the limit: 7.1 s for 255 tokens in 24 layers on an H200 (docs/results.md).
 _STEP_SECONDS = 5e-4
 _GPU_STEP_SECONDS = 1.2e-3
 # Of KV caches that a device reads while it generates text.

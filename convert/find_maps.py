@@ -30,7 +30,7 @@ def with_maps(
     overwrite: bool = False,
 ) -> Iterator[StoredMaps | None]:
     """Yield the maps of a plan's method, which exist while the block runs; None if the plan needs
-    no maps, which alone needs no `options`.
+    no maps. `options` may be None only then.
 
     Layers calibrated on text are stored beside `out` until the block succeeds, so that the same
     call can continue after the last of them.

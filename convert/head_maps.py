@@ -63,7 +63,7 @@ class HeadMaps:
 
         groups, rows, width = weights.shape
         per_group = heads.shape[0] // groups
-        if heads.shape[1] * per_group != width:  # a row or so for each head: a norm, a gate
+        if heads.shape[1] * per_group != width:  # not the d dimensions of heads (a norm, a gate)
             return _pooled(heads, weights.new_full((groups, per_group), 1 / per_group))
 
         merged = heads.new_empty(groups, rows, *heads.shape[2:])

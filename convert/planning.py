@@ -38,7 +38,8 @@ from gqa.models.custom_code import MODEL_TYPES
 _WIDEST_SEARCH = 8192
 # And up to so many heads of a layer, because the loss of each pair of them is computed.
 _MOST_SEARCHED_HEADS = 128
-# Query and output projections of models whose heads cannot be aligned: training changes them.
+# Of models whose heads cannot be aligned: `refined` trains these too, and stores them whole. A
+# plain Layout makes a `Change` of them, whose place the trained tensor takes, but splits no heads.
 _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
 
 

@@ -33,7 +33,8 @@ def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> st
 
 
 def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str | None:
-    """The column of chats in files of one format, by the first of them that is not empty.
+    """The column of chats in files of one format, by the first file that has `columns` or a column
+    of chats.
 
     Raises CorpusError.
     """

@@ -21,9 +21,8 @@ from gqa.corpus.cache import cache_errors, datasets_cache
 
 COMPRESSED = (".gz", ".zst")
 _PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
-_MAX_VALUE = (
-    1 << 28
-)  # bytes of a JSON value of several lines, in a file with the name of JSON Lines
+# Bytes of a JSON value of several lines, in a file with the name of JSON Lines
+_MAX_VALUE = 1 << 28
 _SHOWN = 60  # characters of a line that is not JSON
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 

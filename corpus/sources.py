@@ -132,7 +132,7 @@ class Source:
 
         columns = list(self.columns)
         present = data.column_names
-        if present is None:  # of some streams only a row tells
+        if present is None and not self.files:  # of some streams at the hub only a row tells
             present = next(self.read(data), None)
         if present is not None:
             for name in columns:
@@ -145,7 +145,7 @@ class Source:
         )
 
     def read(self, data: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a data set made from `dataset()`. Raises CorpusError."""
+        """The rows of a data set of this source. Raises CorpusError."""
         try:
             yield from data
         except (RefusedError, CacheError):
@@ -172,7 +172,7 @@ class Source:
                 parts = [(text.strip("\n"),) for text in row[0].split(separator)]
             for part in parts:
                 has_text = all(value and value.strip() for value in part)
-                if has_text and self._is_taken(part):
+                if has_text and self._is_accepted(part):
                     documents += self._remainder(part)
 
         texts = dict[str, list[str]]()
@@ -180,7 +180,7 @@ class Source:
             texts[column] = [document[number] for document in documents]
         return texts
 
-    def _is_taken(self, document: tuple[str, ...]) -> bool:
+    def _is_accepted(self, document: tuple[str, ...]) -> bool:
         return self.accepts is None or self.accepts(row_digest(*document))
 
     def _remainder(self, document: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -215,7 +215,7 @@ class Source:
         """The documents without passages of held-out text."""
         return replace(self, excluded=excluded)
 
-    def training_part(self, heldout: Callable[[bytes], bool]) -> Source:
+    def without_documents(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out.
 
         Not for `tokenize`: `identify` does not say what is left out.

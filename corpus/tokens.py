@@ -54,7 +54,7 @@ class Documents:
     def lengths(self) -> Ints:
         """Sizes (D,) of documents: tokens, or 1 for a pair."""
         if "tokens" in self.data.column_names:
-            return self.lengths_of("tokens")
+            return self.token_counts("tokens")
         return np.ones(len(self), np.int64)
 
     @property
@@ -62,8 +62,8 @@ class Documents:
         """Whether not all tokens count in the loss."""
         return LOSS_MASK in self.data.column_names
 
-    def lengths_of(self, column: str) -> Ints:
-        """Numbers of tokens (D,) in a column."""
+    def token_counts(self, column: str) -> Ints:
+        """Tokens (D,) of each document in a column."""
         import pyarrow.compute  # type: ignore[import-untyped]
 
         counts: Ints = (

@@ -251,7 +251,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "t5",
         PAIRS | {"alpha": 1, "steps": None, "batch_size": 99},
-        "the data has only 76 pairs, less than one batch of 99",
+        "--alpha makes only 76 pairs, less than one batch of 99",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gqa.checkpoint.base_model import find_local_base
 from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
@@ -62,23 +63,31 @@ def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
 
 
 def _baseline(run: Run) -> tuple[str, str | None]:
-    """What the result is compared with: the teacher, or without one the base model, or where that
-    is not there the model before training. And its revision at the hub, if the user named one when
-    it was converted or trained.
+    """What the result is compared with, and its --revision for gqa-eval.
+
+    With a teacher that is the teacher. Otherwise the base model, or if that is not there the model
+    before training. The revision is what the user passed for that model, to gqa-uptrain or to
+    gqa-convert; None for a local one.
     """
     options = run.options
     record = read_record(run.checkpoint, PROVENANCE)
     base_record = object_in(record, "source")
     base = find_local_base(run.checkpoint, base_record)
-    if base is None and "path" not in base_record:  # it is at the hub
-        base = base_record.get("model")
+    name_at_hub = None
+    if base is None and "path" not in base_record:
+        name_at_hub = _text(base_record.get("model"))
 
-    baseline = options.teacher if options.distills else base or options.model
+    baseline = options.teacher if options.distills else base or name_at_hub or options.model
     if baseline == options.model:
         return baseline, options.revision
-    if baseline == base_record.get("model"):
-        return baseline, object_in(record, "options").get("revision")
+    if baseline == name_at_hub:
+        return baseline, _text(object_in(record, "options").get("revision"))
     return baseline, None
+
+
+def _text(value: Any) -> str | None:
+    """A value of a record, which users edit, if it is text."""
+    return value if isinstance(value, str) else None
 
 
 def _as_typed(name: str) -> str:

@@ -67,7 +67,7 @@ class TextWriter:
         teacher: The teacher.
         options: Of the run.
         device: Where it writes.
-        watcher: Shows its progress.
+        watcher: Shows the progress.
         vocabulary: Tokens that the trained model knows.
     """
 

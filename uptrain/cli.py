@@ -71,8 +71,9 @@ def _dry_run(options: TrainOptions, quiet: bool) -> None:
 
     with Watcher(quiet) as watcher:
         plan = dry_run(options, watcher)
-        for warning in plan.warnings:
-            watcher.warn(warning)
+        if ranks().is_main_process:
+            for warning in plan.warnings:
+                watcher.warn(warning)
 
     if not quiet:
         print_lines(dry_run_lines(plan), err=options.json)

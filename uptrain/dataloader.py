@@ -20,8 +20,8 @@ from gqa.corpus.tokens import Block, Ints
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import Overlap
 
-# (stored block, seeds) -> the block that the model reads
-MakeBlock = Callable[[Block, list[int]], Block]
+# (stored block, seeds) -> the pair that the model reads
+MakePair = Callable[[Block, list[int]], Block]
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class Dataloader:
         fingerprint: Equal if the data is equal.
         summary: The data in words.
         heldout_blocks: On which the run is measured.
-        first_trained_block: Its number; those before it are held out.
+        first_trained_block: The index in `blocks` of the first block that is trained on. Those
+            before it are held out (only generated text has any).
         make_pair: Makes a pair (source, target) of one block, for an encoder-decoder; None if
             blocks are read as they are.
-        tokens_of_blocks: Tokens of each block in order, if lengths differ.
+        tokens_of_blocks: Tokens of each block that is trained on, in order: entry 0 is block
+            `first_trained_block`. None if all blocks have `options.block` tokens.
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.
         data_tokens: Tokens that are not held out.
@@ -56,7 +58,7 @@ class Dataloader:
     summary: str
     heldout_blocks: list[Block]
     first_trained_block: int = 0
-    make_pair: MakeBlock | None = None
+    make_pair: MakePair | None = None
     tokens_of_blocks: Ints | None = None
     distinct_tokens: int | None = None
     data_tokens: int | None = None
@@ -126,7 +128,9 @@ class Dataloader:
 
     @cached_property
     def _text_numbers(self) -> Ints:
-        """For each block the number of the latest block of text."""
+        """For each block the number of the latest block of text. Only stored text comes here, whose
+        `first_trained_block` is 0.
+        """
         plain = is_plain(np.arange(self.steps * self.options.blocks_per_step))
         numbers: Ints = np.cumsum(plain) - 1
         return numbers

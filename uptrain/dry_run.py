@@ -24,6 +24,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import Length
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import Resolved, resolve_options
+from gqa.uptrain.stored_weights import affected_bytes
 from gqa.uptrain.training_time import TrainingTime, generating_seconds, training_seconds
 
 
@@ -37,6 +38,8 @@ class TrainingNeeds(TrainingMemory):
         activations: Of one forward pass, which `memory` does not count; None if only the data says
             how long a block is.
         result: Disk space of the result.
+        trained_weights: Disk space of the weights that training changes, which are saved before the
+            result is written.
         teacher_parameters: Number of parameters of the teacher; 0 without one.
     """
 
@@ -44,6 +47,7 @@ class TrainingNeeds(TrainingMemory):
     trained: int
     activations: int | None
     result: int
+    trained_weights: int
     teacher_parameters: int
 
 
@@ -137,6 +141,7 @@ def training_needs(resolved: Resolved, processes: int) -> TrainingNeeds:
         trained=trained,
         activations=_activations(resolved, resolved.length, processes),
         result=checkpoint.nbytes,
+        trained_weights=affected_bytes(model, checkpoint),
         teacher_parameters=teacher_parameters,
     )
 
@@ -210,10 +215,10 @@ def _output_warnings(resolved: Resolved, needs: TrainingNeeds) -> list[str]:
         out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out
         # While a state is saved, the one before it is still there
         require_space(2 * needs.state, out, what="the saved states of the run take")
-        # The trained weights are saved before the result is written, at most in its dtypes
-        trained_bytes = needs.result * needs.trained // needs.parameters
         require_space(
-            needs.result + trained_bytes, out, what="the result and its trained weights take"
+            needs.result + needs.trained_weights,
+            out,
+            what="the result and its trained weights take",
         )
     except (RefusedError, OutputError) as error:
         return [str(error)]

@@ -1,7 +1,8 @@
 """The held-out blocks of a run, which measure the training.
 
-Text that is *held back* is never trained on: sources that are named (--heldout,
---heldout-fraction), or the end of the data. Of it, at most --heldout-tokens are *measured*.
+Text that is *held back* is never trained on. It is *named* (--heldout, --heldout-fraction, or the
+held-out modules of stdlib:train), or else the end of the data. Of it at most --heldout-tokens are
+*measured*. Generated text holds back its first blocks (text_data.py).
 """
 
 from __future__ import annotations
@@ -42,14 +43,23 @@ def blocks_of_named_text(
     heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})  # from token 0 on
 
     all_blocks = Blocks(text, np.arange(len(text)), options.block)
-    count = min(most_measured_blocks(options), len(all_blocks))
-    numbers = np.linspace(0, len(all_blocks) - 1, count)
-    blocks = [all_blocks[int(number)] for number in numbers]
-    blocks = [block for block in blocks if has_targets(block)]
-    if not blocks:
+    if not len(all_blocks):
         raise RefusedError(
             f"the held-out text has less than one block of {options.block} tokens; pass more text "
             "with --heldout, or a smaller --context"
+        )
+    count = min(most_measured_blocks(options), len(all_blocks))
+    # Evenly spaced first, then the others in order: some may have no target
+    evenly = np.linspace(0, len(all_blocks) - 1, count).astype(int).tolist()
+    numbers = dict.fromkeys([*evenly, *range(len(all_blocks))])
+    with_targets = (
+        block for block in (all_blocks[number] for number in numbers) if has_targets(block)
+    )
+    blocks = list(islice(with_targets, count))
+    if not blocks:
+        raise RefusedError(
+            "no block of the held-out text has a token that counts in the loss; pass other text "
+            "with --heldout, or a larger --context"
         )
     return heldout, blocks
 
@@ -68,8 +78,11 @@ def blocks_of_the_end(
     read = text.tokens_with_mask if text.has_masks else text.tokens
     packed = pack((read(number)[limit:] for number, limit in ends), options.block)
 
-    blocks = [block for block, _ in islice(packed, most_measured_blocks(options))]
-    return heldout, [block for block in blocks if has_targets(block)]
+    with_targets = (block for block, _ in packed if has_targets(block))
+    blocks = list(islice(with_targets, most_measured_blocks(options)))
+    if not blocks:  # nothing would be measured by what is held back
+        return HeldoutDocuments(), []
+    return heldout, blocks
 
 
 def passages_to_exclude(

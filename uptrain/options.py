@@ -318,19 +318,19 @@ class TrainOptions(Options):
 
     @property
     def scope(self) -> Scope:
-        """What trains, once decided."""
+        """`train`, which `decide_defaults` has decided."""
         assert self.train is not None
         return self.train
 
     @property
     def block(self) -> int:
-        """Tokens of a block, once decided."""
+        """`context`, which `decide_block_and_batch` has decided: tokens of a block."""
         assert self.context is not None
         return self.context
 
     @property
     def blocks_per_step(self) -> int:
-        """Blocks of a batch, once decided."""
+        """`batch_size`, which `decide_block_and_batch` has decided: blocks of a step."""
         assert self.batch_size is not None
         return self.batch_size
 
@@ -370,6 +370,11 @@ class TrainOptions(Options):
             has_fraction and self.heldout is not None,
             "--heldout and --heldout-fraction cannot be combined, because both determine the "
             "held-out text; remove one of them",
+        )
+        yield (
+            self.heldout is not None and is_self(self.heldout),
+            "--heldout self is not possible, because generated text is held out of --data self "
+            "alone; pass other text with --heldout, or remove it",
         )
         yield (
             has_fraction and self.streaming,

@@ -14,7 +14,7 @@ from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
 from gqa.corpus.tokens import Block, Documents, Ints
 from gqa.uptrain.data_sources import data_sources, heldout_sources
-from gqa.uptrain.dataloader import Dataloader, MakeBlock
+from gqa.uptrain.dataloader import Dataloader, MakePair
 from gqa.uptrain.heldout_blocks import blocks_to_hold_back, passages_to_exclude
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
@@ -184,7 +184,7 @@ class PairDataBuilder:
         """(2, D) tokens of the sources and of the targets, with special tokens."""
         special_tokens = np.array(self.encoder.frame_lengths)[:, None]
         tokens: Ints = (
-            np.stack([table.lengths_of("source"), table.lengths_of("target")]) + special_tokens
+            np.stack([table.token_counts("source"), table.token_counts("target")]) + special_tokens
         )
         return tokens
 
@@ -194,9 +194,11 @@ class PairDataBuilder:
         return tokens
 
     def _options_in_pairs(self, table: Documents, side_length: int) -> TrainOptions:
-        """The options with every length counted in pairs instead of tokens, so that `run_length`
-        can be used: `context` is 1 (a block is one pair); `tokens` and `heldout_tokens` are
-        numbers of pairs. The pairs are those of a table, each side cut to `side_length` tokens.
+        """The options with a *pair* as the unit of length, for the functions of `run_length`, which
+        know only tokens and blocks: `context` is 1 (a block is one pair), and `tokens` and
+        `heldout_tokens` are numbers of pairs. They are for counting only: `_stored_pairs` puts
+        the real `context` back. The pairs are those of a table, each side cut to `side_length`
+        tokens.
         """
         options = self.options
         mean_tokens = float(self._tokens_of_pairs(table, side_length).mean())
@@ -208,7 +210,7 @@ class PairDataBuilder:
         return decide_block_and_batch(in_pairs, len(table), 1, self.text.ranks)
 
 
-def _make_pairs(make: MakeBlock, blocks: list[Block]) -> list[Block]:
+def _make_pairs(make: MakePair, blocks: list[Block]) -> list[Block]:
     """The pairs of held-out blocks, each with its number as the seed."""
     return [make(block, [number]) for number, block in enumerate(blocks)]
 

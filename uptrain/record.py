@@ -92,11 +92,13 @@ def options_used(setup: Setup) -> TrainOptions:
 
 
 def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
-    """Losses in nats per token: the cross-entropy, and with a teacher also the divergence from it.
+    """Losses in nats per token.
 
-    `chosen_by`: which of the two is lowest at the best step; None if nothing is held out.
-    `rate_cuts`: how often the run went back to its best weights at a third of the learning rate.
-
+    `heldout_before`, `heldout_after`: cross-entropy on held-out text. `distillation_before`,
+    `distillation_after`: KL divergence from the teacher on it. `training`: cross-entropy of the
+    last step. `chosen_by`: `distillation` or `heldout`, whichever is lowest at the best step; None
+    if nothing is held out. `rate_cuts`: how often the run went back to its best weights at a third
+    of the learning rate.
     """
     distills = setup.options.distills
     losses: dict[str, Any] = {

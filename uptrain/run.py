@@ -128,7 +128,7 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
             f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); pass "
             "--precision float32"
         )
-    if _is_of_compiler(error):
+    if setup.options.compile and _is_of_compiler(error):
         return RefusedError(
             f"training with --compile failed ({explain(error, 200)}); remove --compile"
         )

@@ -100,14 +100,15 @@ def length_without_data(
 
 
 def decide_block_and_batch(
-    options: TrainOptions, data_tokens: int, largest: int, ranks: int
+    options: TrainOptions, data_tokens: int, largest: int, processes: int
 ) -> TrainOptions:
     """The options with the tokens of a block and the blocks of a step decided.
 
     By default a step has eight blocks of `largest` tokens. If that makes less than 250 steps, a
     step has fewer blocks, and blocks are shorter: with few tokens the number of steps decides the
     result (docs/uptraining.md). A constant learning rate keeps the default, so that a longer run
-    begins with the steps of a shorter one. `ranks` share a step.
+    begins with the steps of a shorter one. `processes` share a step: the default batch is a
+    multiple of them.
     """
     tokens = options.tokens or data_tokens
     if options.alpha is not None:
@@ -126,7 +127,7 @@ def decide_block_and_batch(
         target = _MAX_BATCH
         if may_shrink:
             target = min(_MAX_BATCH, tokens // (_MIN_STEPS * block))
-        unit = ranks * (options.micro_batch or 1)
+        unit = processes * (options.micro_batch or 1)
         batch = max(1, target // unit) * unit
     return replace(options, context=block, batch_size=batch)
 
@@ -204,10 +205,12 @@ def _check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int)
 def count_steps(n_blocks: int, options: TrainOptions) -> int:
     """Whole batches in so many blocks. Raises RefusedError if there is none."""
     steps = n_blocks // options.blocks_per_step
-    if not steps:
-        unit = "pairs" if options.target_column else f"blocks of {options.block} tokens"
-        raise RefusedError(
-            f"the data has only {n_blocks} {unit}, less than one batch of {options.batch_size}; "
-            "pass more data, or a smaller --batch-size"
-        )
-    return steps
+    if steps:
+        return steps
+
+    unit = "pairs" if options.target_column else f"blocks of {options.block} tokens"
+    too_few = f"only {n_blocks} {unit}, less than one batch of {options.batch_size}"
+    if options.lengths:
+        (length,) = options.lengths
+        raise RefusedError(f"{length} makes {too_few}; pass more, or a smaller --batch-size")
+    raise RefusedError(f"the data has {too_few}; pass more data, or a smaller --batch-size")

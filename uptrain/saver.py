@@ -86,7 +86,8 @@ class Saver:
         except OutputError as error:
             if stops:
                 raise
-            self._watcher.warn(f"{error}. The run goes on")
+            if setup.accelerator.is_main_process:
+                self._watcher.warn(f"{error}. The run goes on")
 
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began

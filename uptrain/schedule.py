@@ -16,8 +16,7 @@ _FACTORS: dict[Schedule, Callable[[float], float]] = {
 }
 
 EVALUATIONS = 4  # of a run, at equal distances, unless `eval_every` is given
-# And one after this part of the steps, since a rate that is too high shows early.
-_EARLY_PART = 16
+_EARLY_DIVISOR = 16  # one more after 1/16 of the steps: a rate that is too high shows early
 MAX_WARMUP_STEPS = 100  # by default
 RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
 
@@ -49,7 +48,7 @@ def evaluation_interval(eval_every: int | None, steps: int) -> int:
 
 def evaluates_after(step: int, steps: int, eval_every: int | None) -> bool:
     """Whether the held-out losses are measured once `step` of `steps` are done."""
-    is_early = eval_every is None and step == steps // _EARLY_PART
+    is_early = eval_every is None and step == steps // _EARLY_DIVISOR
     return is_early or step == steps or step % evaluation_interval(eval_every, steps) == 0
 
 

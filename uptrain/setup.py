@@ -78,7 +78,8 @@ class Run:
         config: transformers' config of the model.
         states: What unfinished work is stored in.
         description: What makes it this run, by `describe_run`.
-        continues_from: The state of an earlier run, after which this one begins.
+        continues_from: The saved state from which the run goes on; None if it begins at step 0. If
+            its training is done, only the result is to be written.
     """
 
     options: TrainOptions

@@ -65,7 +65,7 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     trained parameters rounded to the dtype of the checkpoint. The training weights wait in the
     host's memory.
     """
-    # First: reading the state dict has FSDP2 replace the local tensors of its parameters.
+    # Before named_parameters: this reads the state dict, after which FSDP2 has other local tensors.
     dtypes = stored_dtypes(model, checkpoint)
     parameters = dict(model.named_parameters())
     training_weights: dict[str, Tensor] = {}

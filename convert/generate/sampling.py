@@ -63,8 +63,8 @@ def sequences_of_size(free: int, sequence_bytes: int) -> int:
 def kv_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     """Bytes of the KV cache of a sequence of `length` tokens in this dtype.
 
-    As if no layer had a window, and without cross-attention: it is part of the identity of stored
-    text, so it cannot change.
+    Windows and cross-attention are left out. (The batch size of generated text follows from this
+    number, and is in the names of cached texts: with another count all would be generated again.)
     """
     cache = checkpoint_cache(checkpoint)
     numbers_per_token = cache.bytes_per_token // cache.bytes_per_number

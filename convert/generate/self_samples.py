@@ -113,7 +113,7 @@ def sampled_blocks(
         seed: Of the text. With the same seed, more blocks begin with the same ones.
         plain: Whether to return blocks as the model wrote them. Otherwise some get repeated
             passages, because generated text does not exercise retrieval from the context.
-        watcher: Of the progress.
+        watcher: Shows the progress.
         trust_remote_code: Whether code of the checkpoint may run.
         id_limit: Token ids are below it, if it is given: another model that reads them may have
             fewer rows.
@@ -187,7 +187,7 @@ class _BlockSampler:
         adds_start: Whether the tokenizer begins texts with it.
         chat_token: The special token with which chats begin; None if there is none.
         id_limit: Token ids are below it; None for all of the model.
-        watcher: Of the progress.
+        watcher: Shows the progress.
     """
 
     load: Callable[..., PreTrainedModel]

@@ -54,7 +54,7 @@ class PairMaker:
             device: Where it writes.
             length: Tokens of a side, at most.
             seed: Of the choice of pairs and of what is written.
-            watcher: Of the progress.
+            watcher: Shows the progress.
             trust_remote_code: Whether to run the checkpoint's code.
             vocabulary: Token ids of generated pairs are below it, if another model with fewer
                 rows reads them.

@@ -91,8 +91,8 @@ class ModelConfig:
         """
         by_layer = [self.family.heads(self.text_config, layer) for layer in range(self.layers)]
 
-        # Only families without `edits` state num_key_value_heads. Where their layers differ, the
-        # main type is the one with the stated number; elsewhere the first is like all others.
+        # Where layers differ in heads, num_key_value_heads is that of the main type. (Families with
+        # `edits` count in other keys, and all their layers are alike.)
         if self.family.edits is None:
             count = self.text_config.to_dict().get("num_key_value_heads")
             for heads in by_layer:
@@ -195,6 +195,14 @@ def read_outer_config(raw: dict[str, Any], name: str) -> Any:
         ) from error
 
 
+# Entries that are read for the whole model, beside those of `_ALLOWED_VALUES`.
+_READ_FOR_ALL_LAYERS = (
+    "rope_parameters",
+    "use_sliding_window",
+    "attn_logit_softcapping",
+    "initializer_range",
+)
+
 # What arithmetic on values of the wrong type raises.
 _ERRORS_OF_WRONG_VALUES = (
     ArithmeticError,
@@ -268,15 +276,20 @@ def _check_layers(config: ModelConfig, name: str) -> None:
 
 
 def _check_entries(config: ModelConfig, name: str) -> None:
-    """Raise CorruptError for entries with values that nothing can be computed with."""
-    for key, (is_allowed, allowed) in _ALLOWED_VALUES.items():
+    """Raise CorruptError for entries with values that nothing can be computed with, RefusedError
+    for those that should be equal in all layers and are not.
+    """
+    for key in (*_ALLOWED_VALUES, *_READ_FOR_ALL_LAYERS):
         try:
-            value = getattr(config.text_config, key, None)
+            getattr(config.text_config, key, None)
         except RuntimeError as error:  # transformers': `per_layer_config` has several values
             raise RefusedError(
                 f"{name}: per_layer_config of config.json gives layers a {key} of their own, "
                 "which is not supported"
             ) from error
+
+    for key, (is_allowed, allowed) in _ALLOWED_VALUES.items():
+        value = getattr(config.text_config, key, None)
         if value is not None and not is_allowed(value):
             raise wrong(name, key, value, f"{allowed} is allowed")
 

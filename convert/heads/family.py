@@ -27,7 +27,8 @@ from gqa.convert.heads.rotary import Pairing, Rotary, rope_parameters, rotary_fr
 from gqa.models.custom_code import listed_as
 
 # KV heads of a result: of all layers (where types of layers differ, of the main one; the others in
-# proportion), or of each.
+# proportion), or of each. In names, `kv_heads` is this, of a whole model; `groups` is G, the number
+# of KV heads of one layer of the result.
 KVCounts = int | tuple[int, ...]
 
 
@@ -121,7 +122,7 @@ class Symmetry:
 
         Frequencies are empty if keys are not aligned, for which alone they are needed. `length`:
         tokens of the text, by which dynamic RoPE chooses them. Raises ValueError for an impossible
-        share of rotated dimensions.
+        number of rotated dimensions.
         """
         parameters, _ = rope_parameters(config, layer)
         if not self._has_rotary(config, layer) or parameters is None:
@@ -134,6 +135,8 @@ class Symmetry:
         if not 0 <= share <= 1:
             raise ValueError(f"{share} of a head's dimensions are rotated, but 0 to 1 are possible")
         dims = int(dim * share)
+        if dims % 2:
+            raise ValueError(f"{dims} dimensions of a head are rotated, but they come in pairs")
 
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.can_align_keys(config):

@@ -36,7 +36,7 @@ class CalibrationReader:
         text: Where the text comes from, and how much of it.
         checkpoint: The model that reads it.
         device: Where the model writes its own text.
-        watcher: Of the progress.
+        watcher: Shows the progress.
     """
 
     text: CalibrationText

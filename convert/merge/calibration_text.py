@@ -238,7 +238,7 @@ class CalibrationText:
         # A small source may have no document in the fraction.
         rows = chain.from_iterable(part.rows_if_any() for part in parts)
         passages = Passages.of(map(searched_text, rows))
-        return source.training_part(is_excluded).excluding(Exclusion(passages))
+        return source.without_documents(is_excluded).excluding(Exclusion(passages))
 
 
 def _stated_tokens(source: str) -> int | None:

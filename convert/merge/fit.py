@@ -22,8 +22,8 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Key and value maps are fitted to at least so many tokens, and less than twice as many: more hardly
-# improve them. The refit of W_O uses all tokens.
+# Of longer text only every n-th batch is used to fit keys and values (`fitted_batches`), so many
+# tokens or somewhat more: more hardly improve them. The refit of W_O uses all tokens.
 FITTED_TOKENS = 16_384
 # Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
 # Above, they are attended in m calls of width e, that of one head, for which torch has fused

@@ -104,17 +104,19 @@ class InputMoments:
             return weights.float()
         return times_lower(weights.to(self.cholesky), self.cholesky).cpu()
 
-    @torch.no_grad()  # some activations have parameters
+    @torch.no_grad()
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
         """Advance the estimate through the layer last entered.
 
-        With S the moments of the residual stream and L the Cholesky factor of those of the normed
-        stream, D S / tr S:
+        With S the moments of the residual stream before the layer, s = tr S / D, and L the Cholesky
+        factor of S / s, the moments of the normed stream:
 
-        1. Attention adds A = W_O W_V L / sqrt(2), for an average of two tokens: S += A A^T.
+        1. Attention adds A = W_O W_V L / sqrt(2), for an average of two tokens. The stream then has
+           the moments S' = S + A A^T, with the root [L sqrt(s), A], and s' = tr S' / D.
         2. The MLP reads Gaussian inputs, whose moments have the root R: L where it reads what
-           attention reads, otherwise [L sqrt(tr S / D), A], the stream after attention. It adds M,
-           a root of the moments of its output: S += M M^T.
+           attention reads, [L sqrt(s), A] where it reads the stream, and that divided by sqrt(s')
+           after a norm. With P a root of the moments of its output, the layer ends with
+           S' + P P^T.
 
         Args:
             module: That of the last `enter`.

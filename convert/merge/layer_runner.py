@@ -129,7 +129,8 @@ class LayerRunner:
 
         self._computed = unsaved_names(self.model).difference(self.names.by_parameter)
         self._load_outside_layers()
-        # Whether layers return a tuple (None: not run yet), and what is in it after hidden states.
+        # Whether layers return a tuple (None until one has run), and what follows the hidden states
+        # in it.
         self._returns_tuple: bool | None = None
         self._extras: tuple[Any, ...] = ()
 
@@ -334,7 +335,7 @@ class LayerRunner:
             if stop:
                 raise _FirstCall
             states = hidden if output is None else output
-            if self._extras is None:
+            if not self._returns_tuple:
                 return states
             return (states, *self._extras)
 

@@ -101,7 +101,7 @@ class ModelPair:
         return modules
 
     def change_of(self, module: AttentionModule) -> Change:
-        """A change of a module in the plan: all of them have its heads before and after."""
+        """Any of the module's changes, for its heads and groups, which all of them share."""
         return self.plan.changes_of(module)[0]
 
     def mean(self, module: AttentionModule) -> HeadMaps:

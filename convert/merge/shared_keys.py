@@ -161,7 +161,8 @@ def _merge_across_frequencies(
 
     The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)], C_a
     for head a. So with K = E[k k^H], K_a = E[k_a k^H] and Q_a = E[q q^H], each of B = [B_1 ... B_m]
-    and X_a is least squares given the other:
+    and X_a is least squares given the other (in the code: B `merge`, X `restore`, K `moments`,
+    K B^H `cross`, Q `query_moments`, C `coherence`):
 
         X_a = (K_a B^H * C_a) (B K B^H * C_a)^-1
         B_a = (sum_b X_b^H Q_b X_b * C_b^T)^-1 (X_a^H Q_a * C_a^T)

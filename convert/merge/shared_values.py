@@ -70,8 +70,8 @@ def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tenso
     energy = (outputs * crossed.take_along_dim(head_dims[:, None], 2)).sum()
     restore = _restoring_maps(merge, attended, crossed)
 
-    # `move` is the Newton direction of `merge` for the present maps back. Along it the loss is
-    # quadratic: the step is slope / curvature, and gains slope^2 / curvature.
+    # `move` is the preconditioned gradient of `merge` for the present maps back. Along it the loss
+    # is quadratic: the step is slope / curvature, and gains slope^2 / curvature.
     sweeps = _SWEEPS if len(attended) > 1 else 0
     for _ in range(sweeps):
         gains = restore.mT @ outputs @ restore

@@ -34,7 +34,7 @@ _STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _MODULE_COPIES = 4  # of attention's parameters, in float64
-_MUON_ITERATIONS = 5  # for each matrix and step: ITERATIONS of muon.py, which imports torch
+_MUON_ITERATIONS = 5  # for each matrix and step: _ITERATIONS of muon.py, which imports torch
 
 
 @dataclass(frozen=True)

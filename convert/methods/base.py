@@ -46,7 +46,9 @@ class Method:
 
     @property
     def computes_maps(self) -> bool:
-        """Whether it computes maps first; attention then fits the rest of the model."""
+        """Whether it computes maps first, from weights or text. Then W_Q and W_O fit the merged
+        heads too, and uptraining changes attention alone.
+        """
         return self.reads != "nothing"
 
     @property
