@@ -48,6 +48,7 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import tokenize
 from gqa.eval.text import document_windows
 from gqa.uptrain.dataloader import Dataloader, stack
+from gqa.uptrain.heldout_blocks import has_targets
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.text_data import TextDataBuilder
 from gqa.uptrain.training_model import split_batch
@@ -144,6 +145,25 @@ def test_chats_are_held_out_whole(chats: Path) -> None:
     length = len(rendered(first[0]))
     starts = range(len(trained) - length)
     assert not any(trained[start : start + length] == held[:length] for start in starts)
+
+
+def test_held_out_blocks_have_something_to_predict(tmp_path: Path) -> None:
+    """The first blocks of a long prompt have nothing that counts; later ones measure the run."""
+
+    def words(number: int, count: int) -> str:
+        return " ".join(str(1000 * number + index) for index in range(count))
+
+    long_prompts = [
+        [
+            {"role": "user", "content": words(number, 2 * SIZE)},
+            {"role": "assistant", "content": words(number + 50, SIZE)},
+        ]
+        for number in range(12)
+    ]
+    data = write_chats(tmp_path / "long.jsonl", *long_prompts)
+    loader = opened(data, heldout_tokens=SIZE)
+    (block,) = loader.heldout_blocks
+    assert has_targets(block)
 
 
 def tiny(seed: int = 0) -> Any:

@@ -252,10 +252,17 @@ def test_a_sound_config_is_not_refused(name: str, sound: dict[str, Path], tmp_pa
     assert refused_or_done(sound[name], config_of(sound[name]), "mean", tmp_path / "m") == ""
 
 
-@pytest.mark.parametrize("key", ["sliding_window", "hidden_act"])
+VARIED = {
+    "sliding_window": 64,
+    "hidden_act": "relu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+
+
+@pytest.mark.parametrize("key", VARIED)
 def test_layers_may_differ_in_heads_only(key: str, sound: dict[str, Path], tmp_path: Path) -> None:
     """transformers reads such a config, but then has no value for the whole model."""
-    value = {"sliding_window": 64, "hidden_act": "relu"}[key]
+    value = VARIED[key]
     config = config_of(sound["llama"])
     config = changed(config, (key,), value)
     config = changed(config, ("per_layer_config",), {"0": {key: value}})
@@ -290,6 +297,16 @@ def test_an_activation_with_parameters_is_not_estimated() -> None:
 def test_cross_attention_has_no_rotary_dimensions() -> None:
     """So its keys may be mixed by any matrix."""
     assert unrotated(Rotary(8, "interleaved", (1.0,) * 4)) == Rotary(0, "interleaved")
+
+
+def test_rotated_dimensions_come_in_pairs(sound: dict[str, Path], tmp_path: Path) -> None:
+    config = config_of(sound["stablelm"])
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 3 / dim}
+    config = changed(config, ("rope_parameters",), rope)
+    config = changed(config, ("partial_rotary_factor",), 3 / dim)
+    line = refused_or_done(sound["stablelm"], config, "aligned", tmp_path / "m")
+    assert "they come in pairs" in line
 
 
 def test_a_table_of_rotary_embeddings_is_bounded() -> None:

@@ -208,6 +208,8 @@ def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
         ("--data", "self:30"),
         ("--context", 100_000),
         ("--context", 1),
+        ("--tokens", 64, "--batch-size", 999),
+        ("--heldout", "self"),
         ("--target-column", "meant"),
     )
     for words in refused:
