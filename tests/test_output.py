@@ -220,7 +220,7 @@ def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path / "out")
     assert run("--kv-heads", 1, "--method", "mean", "--overwrite", "-o", ".", model).code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
-    assert 'from_pretrained("out")' in Path("README.md").read_text()
+    assert 'from_pretrained("out")' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> None:

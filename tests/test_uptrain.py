@@ -221,7 +221,7 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Here there is but one, and another that holds no numbers.
     """
     # A device that this machine need not have
-    monkeypatch.setattr(setup, "find_device", str)
+    monkeypatch.setattr("gqa.uptrain.accelerator.find_device", str)
     options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
     with fresh_accelerator():
         accelerator = setup.make_accelerator(options)
@@ -235,7 +235,7 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RefusedError, match="has already been initialized"):
             setup.make_accelerator(replace(options, device=None))
     # As under a launcher of two processes
-    monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr("gqa.uptrain.accelerator.ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta works with one process only"):
         setup.make_accelerator(options)
 
@@ -260,7 +260,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert list(tmp_path.iterdir()) == []
     # A file of metrics on a full disk
-    monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
+    monkeypatch.setattr(setup.Setup, "log_path", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
     warning = (
         "warning: /dev/full: No space left on device; steps are missing in it. The run goes on\n"

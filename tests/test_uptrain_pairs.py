@@ -240,7 +240,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "t5",
         {"data": "self", "target_column": "meant"},
-        "of stored data; remove --streaming and --data",
+        "of stored data; pass that data with --data",
     ),
     ("t5", {"repeats": True}, "repeats works only with decoders, but t5 is an encoder-decoder"),
     (

@@ -122,7 +122,7 @@ class Symmetry:
 
         Frequencies are empty if keys are not aligned, for which alone they are needed. `length`:
         tokens of the text, by which dynamic RoPE chooses them. Raises ValueError for an impossible
-        number of rotated dimensions.
+        share of rotated dimensions.
         """
         parameters, _ = rope_parameters(config, layer)
         if not self._has_rotary(config, layer) or parameters is None:
@@ -135,8 +135,6 @@ class Symmetry:
         if not 0 <= share <= 1:
             raise ValueError(f"{share} of a head's dimensions are rotated, but 0 to 1 are possible")
         dims = int(dim * share)
-        if dims % 2:
-            raise ValueError(f"{dims} dimensions of a head are rotated, but they come in pairs")
 
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.can_align_keys(config):

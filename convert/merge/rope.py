@@ -6,10 +6,19 @@ import torch
 from torch import Tensor
 
 from gqa.convert.heads.rotary import Rotary
+from gqa.core.errors import CorruptError
 
 
 def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """The two dimensions of every frequency, (n / 2,) each."""
+    """The two dimensions of every frequency, (n / 2,) each.
+
+    Raises CorruptError for an odd number of rotated dimensions.
+    """
+    if rotary.dims % 2:
+        raise CorruptError(
+            f"config.json has {rotary.dims} rotated dimensions in a head, but they come in pairs; "
+            "correct it"
+        )
     if rotary.pairing == "half":
         half = rotary.dims // 2
         return torch.arange(half), torch.arange(half, rotary.dims)

@@ -33,7 +33,7 @@ class Random(Method):
 
     @property
     def chooses_from(self) -> str:
-        return "nothing (random numbers)"
+        return "nothing"
 
     def merge_without_maps(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
         if not change.rule.projection:
