@@ -92,7 +92,7 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
     for method in ("calibrated", "refined"):  # self- and cross-attention
         plan = plan_conversion(scratch / "gqa_t5", 2, method=method)
         pairs = text_pairs(TINY["gqa_t5"].tokens, 8)
-        calibrator = Calibrator(plan, pairs, options, plan.merge_method.fit)
+        calibrator = Calibrator(plan, pairs, options, plan.method.fit)
         errors = dict[str, float]()
         for layer in range(calibrator.layers):
             for result in calibrator.run(layer):

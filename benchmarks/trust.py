@@ -10,9 +10,13 @@ output on samples of the model: PruneKVHeads of NVIDIA's ModelOpt) and each --me
 FP8, or of 8, 4 or 2 bits; the last --method with FP8, 8 or 4 bits; and `no attention`: the
 attention that changes hidden states least is removed until the bytes are as few.
 
-Columns: bytes of the cache; perplexity ratio on each --text; KL divergence on the first; recall of
-text and of random tokens; tokens until a greedy text leaves the base model's; exact answers to
-closed questions, as transformers' generate() writes them; time of a decode step at batch 8.
+A model that was uptrained elsewhere is a row, too: put it, or a link to it, at
+DIR/MODEL-HEADS-uptrained, and name --method uptrained last.
+
+Columns: bytes of the cache; perplexity ratio on each --text with its 95% interval, in windows of
+--context; KL divergence on the first; recall of text and of random tokens, in windows of
+--recall-context; tokens until a greedy text leaves the base model's; exact answers to closed
+questions, as transformers' generate() writes them; time of a decode step at batch 8.
 
 Each row is appended to DIR/MODEL.jsonl: the same command continues. The table is printed, and
 written to DIR/MODEL.md.
@@ -48,7 +52,7 @@ from gqa.models.loading import load_model
 
 BITS: tuple[CacheBits, ...] = ("fp8", 8, 4, 2)
 BITS_OF_FEWER_HEADS: tuple[CacheBits, ...] = ("fp8", 8, 4)
-COUNT = 24  # questions of a kind
+COUNT = 150  # questions of a kind
 LONGEST = 24  # tokens of an answer
 NAMES = [
     "name",
@@ -103,7 +107,7 @@ def questions() -> Iterator[tuple[str, str, Any]]:
     draw = random.Random(0)
     for _ in range(COUNT):
         yield "copy", *copy_question(draw)
-        yield "look-up", *look_up_question(draw)
+        yield "lookup", *lookup_question(draw)
         yield "sum", *sum_question(draw)
 
     for function in FUNCTIONS:
@@ -122,7 +126,7 @@ def copy_question(draw: random.Random) -> tuple[str, str]:
     return "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
 
 
-def look_up_question(draw: random.Random) -> tuple[str, str]:
+def lookup_question(draw: random.Random) -> tuple[str, str]:
     """Six assignments of numbers, the values of two of them, and that of a third."""
     values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
     one, two, name = draw.sample([*values], 3)
@@ -244,7 +248,13 @@ class Trial:
     """
 
     def __init__(
-        self, work: Path, model: str, texts: Sequence[str], methods: Sequence[str], **options: Any
+        self,
+        work: Path,
+        model: str,
+        texts: Sequence[str],
+        methods: Sequence[str],
+        recall_context: int,
+        **options: Any,
     ) -> None:
         self.work = work
         self.methods = methods
@@ -257,11 +267,11 @@ class Trial:
         self.comparisons = list[Comparison]()
         self.records = list[dict[str, Any]]()
         for text in texts:
-            chosen = replace(self.options, data=text)
+            chosen = replace(self.options, data=(text,))
             context = options["context"]
             comparison = Comparison(self.base, read_text([self.base], chosen, context), chosen)
             if not self.comparisons:
-                comparison.prepare_recall(context)
+                comparison.prepare_recall(recall_context)
             self.records.append(comparison.measure(self.base, {}, alone=True))
             self.comparisons.append(comparison)
 
@@ -308,9 +318,13 @@ class Trial:
         (subject,) = open_subjects([self.checkpoint(method, groups)])
         subject = replace(subject, cache_bits=bits)
         records = self.records
+        ratios: list[tuple[float, float, float]] = []  # with the ends of the interval, by text
         divergence = 0.0
         if method or bits:
             records = [comparison.measure(subject, {}) for comparison in self.comparisons]
+            for record in records:
+                compared = record["against_baseline"]
+                ratios.append((compared["ratio"], compared["ratio_low"], compared["ratio_high"]))
             divergence = records[0]["against_baseline"]["kl"]["mean"]
 
         share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
@@ -325,6 +339,7 @@ class Trial:
         row = {
             "bytes": share,
             "perplexity": [record["quality"]["token_perplexity"] for record in records],
+            "ratios": ratios,
             "kl": divergence,
             "recall": {kind: statistics.mean(shares) for kind, shares in recall.items()},
             "greedy": records[0]["greedy"]["tokens"],
@@ -348,8 +363,10 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
 
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
         cells = [name, f"{row['bytes']:.2f}"]
-        for perplexity, of_base in zip(row["perplexity"], base["perplexity"], strict=True):
-            cells.append(f"x{perplexity / of_base:.3g}")
+        for ratio, low, high in row["ratios"]:
+            cells.append(f"x{ratio:,.3g} ({low:,.3g}-{high:,.3g})")
+        if not row["ratios"]:
+            cells += [f"{perplexity:.3g}" for perplexity in row["perplexity"]]
         cells.append(f"{row['kl']:.2f}")
         cells += [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
         cells.append(f"{row['greedy']:.0f}")
@@ -377,12 +394,17 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
     "--method", "methods", multiple=True, default=("calibrated", "refined"), help="Several times."
 )
 @click.option("--tokens", default=20_000, help="Of each text.")
-@click.option("--context", default=512)
+@click.option("--context", default=512, help="Tokens of a window that is scored.")
+@click.option("--recall-context", default=512, help="Tokens of a question about the context.")
 @click.option("--precision", default="float32")
 @click.option(
-    "--only", default="", help="Measure rows whose names contain this, and the base model."
+    "--only",
+    multiple=True,
+    help="Measure rows whose names contain this, and the base model. Several times.",
 )
-def main(out: Path, model: str, texts: tuple[str, ...], only: str, **options: Any) -> None:
+def main(
+    out: Path, model: str, texts: tuple[str, ...], only: tuple[str, ...], **options: Any
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not texts:
         code_of_click = out / "click.txt"
@@ -393,7 +415,8 @@ def main(out: Path, model: str, texts: tuple[str, ...], only: str, **options: An
     trial = Trial(out, model, texts, **options)
     rows = Measurements(out / f"{trial.base.name}.jsonl")
     for name, *parts in trial.rows():
-        if only in name or name == "base model":
+        asked = not only or any(part in name for part in only)
+        if asked or name == "base model":
             rows.measure(name, trial.measure, *parts)
 
     measured = {name: row for name, row in rows.rows.items() if "error" not in row}

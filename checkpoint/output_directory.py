@@ -30,7 +30,8 @@ class OutputDirectory:
         output.commit("record.json", record)
 
     Attributes:
-        out: The output, which does not exist before `commit`, or is the result to be replaced.
+        given: The output as it was passed, for what is printed.
+        out: Its absolute path. It does not exist before `commit`, or is the result to be replaced.
         work: The hidden directory next to it, where the result is written.
     """
 
@@ -49,6 +50,7 @@ class OutputDirectory:
             RefusedError: `out` must not be written.
             OutputError: It cannot be written.
         """
+        self.given = out
         self.out = _absolute(out)
         self._partial = RunDirectory(self._sibling("partial"), "partial result", str(self.out))
         self._replaced = RunDirectory(self._sibling("replaced"), "replaced result")
@@ -327,10 +329,10 @@ def existing_parent(out: Path) -> Path:
     return next((path for path in absolute.parents if path.is_dir()), absolute)
 
 
-def require_space(needed: int, out: Path, what: str = "the result takes") -> None:
+def require_space(needed: int, out: Path, what: str) -> None:
     """Raise OutputError unless that many bytes fit where `out` will be.
 
-    what: What needs them, with its verb.
+    what: What needs them, with its verb: "the result takes".
     """
     free = free_space(out)
     if free < needed:

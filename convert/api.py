@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ from gqa.checkpoint.hub import fetch_weights, open_model
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert import advice
+from gqa.convert.advice import Advice
 from gqa.convert.card import model_card
-from gqa.convert.find_maps import with_maps
+from gqa.convert.find_maps import method_errors, with_maps
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.heads.family import KVCounts
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods.table import BUDGET_METHOD
+from gqa.convert.methods.maps_method import MapsMethod
+from gqa.convert.methods.table import BUDGET_METHOD, METHODS
 from gqa.convert.options import ConvertOptions
-from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
 from gqa.convert.recast.targets import recast_as_is
@@ -42,6 +42,7 @@ class Conversion:
     maps: What the plan's method has found: description, errors and quality, but no tensors any
         more; None if it reads nothing.
     record: gqa_conversion.json.
+    advice: What is said of its quality, and what is advised.
     """
 
     out: Path
@@ -49,6 +50,7 @@ class Conversion:
     maps: StoredMaps | None
     warnings: tuple[str, ...]
     record: dict[str, Any]
+    advice: Advice
 
 
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
@@ -67,14 +69,14 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     if not options.kv_budget:
         if options.kv_heads is None:
             raise _no_kv_heads(checkpoint)
-        return _plan(checkpoint, options.kv_heads, options)
+        return _checked_plan(checkpoint, options.kv_heads, options)
 
     from gqa.convert.merge.budget import heads_within, uneven_heads
 
     # Check plan and output before fetching weights and measuring layers.
     share = options.kv_budget
     heads = uneven_heads(checkpoint, share)
-    plan_to_check = _plan(checkpoint, heads, options)
+    plan_to_check = _checked_plan(checkpoint, heads, options)
     try:
         make_plan(checkpoint, heads, BUDGET_METHOD)
     except RefusedError as error:
@@ -87,8 +89,11 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     open_output(options, plan_to_check)
 
     fetch_weights(checkpoint)
-    heads, losses = heads_within(checkpoint, share, options.maps_options, watcher)
-    return _plan(checkpoint, heads, options, losses)
+    measuring = METHODS[BUDGET_METHOD]
+    assert isinstance(measuring, MapsMethod)
+    with method_errors(measuring, options.maps_options, "pass --kv-heads instead"):
+        heads, losses = heads_within(checkpoint, share, options.maps_options, watcher)
+    return _checked_plan(checkpoint, heads, options, losses)
 
 
 def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
@@ -107,26 +112,35 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     )
 
 
-def _plan(
+def _checked_plan(
     checkpoint: Checkpoint,
     kv_heads: KVCounts,
     options: ConvertOptions,
     losses: Sequence[Mapping[int, float]] = (),
 ) -> Plan:
-    """The plan of these options, with text that can be used if the method reads any."""
-    plan = make_plan(checkpoint, kv_heads, options.method, options.seed, options.dtype, losses)
-    if plan.reads_text:
+    """The plan of these options, with text that can be used if the method reads any.
+
+    losses: With a KV budget, by layer: heads -> loss (nats per token); none before it is measured.
+    """
+    plan = make_plan(checkpoint, kv_heads, options.method, options.seed, options.dtype)
+    if plan.method.reads == "text":
         options.maps_options.text.check_sources(checkpoint)
-    return plan
+    return replace(plan, kv_budget=options.kv_budget, losses=losses)
+
+
+def output_path(options: ConvertOptions, plan: Plan) -> Path:
+    """`output`, or the default directory."""
+    return options.output or plan.default_directory(options.model, plan.method)
 
 
 def open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
     """The output directory, not yet created.
 
-    Raises RefusedError if it must not be, or the disk is too full.
+    Raises RefusedError if it must not be, or OutputError if the disk is too full.
     """
-    output = OutputDirectory(output_of(options, plan), plan.checkpoint.directory, options.overwrite)
-    require_space(plan.total_bytes, output.out)
+    path = output_path(options, plan)
+    output = OutputDirectory(path, plan.checkpoint.directory, options.overwrite)
+    require_space(plan.total_bytes, output.out, what="the result takes")
     return output
 
 
@@ -136,6 +150,7 @@ def convert(
     watcher: Watcher = SILENT,
     argv: Sequence[str] = (),
     *,
+    output: OutputDirectory | None = None,
     maps_options: MapsOptions | None = None,
 ) -> Conversion:
     """Run a plan: fetch weights, find the maps of its method, stream the shards into the output,
@@ -148,6 +163,7 @@ def convert(
     Args:
         plan: Made with `prepare` from the same options.
         argv: The command's arguments, for the record.
+        output: What `open_output` has returned, if it was called before.
         maps_options: How maps are computed, instead of as `options` say.
 
     Raises:
@@ -156,10 +172,10 @@ def convert(
         output.
     """
     call = request(options, argv)
-    if plan.needs_maps and maps_options is None:
+    if plan.method.computes_maps and maps_options is None:
         maps_options = options.maps_options  # refuses a device that cannot be used
-    out = output_of(options, plan)  # as it was typed, for what is printed
-    output = open_output(options, plan)
+    output = output or open_output(options, plan)
+    out = output.given
     fetch_weights(plan.checkpoint)
 
     with output, with_maps(plan, out, maps_options, watcher, options.overwrite) as maps:
@@ -171,8 +187,8 @@ def convert(
             {"README.md": model_card(plan, maps, output.out.name, call)},
         )
 
-    result_warnings = advice.warnings(plan, maps, options, out, record["source"])
-    return Conversion(out, plan, maps, (*plan.warnings, *result_warnings), record)
+    advice = Advice(plan, maps, options, out, record["source"])
+    return Conversion(out, plan, maps, (*plan.warnings, *advice.warnings()), record, advice)
 
 
 def plan_conversion(

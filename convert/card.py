@@ -67,13 +67,13 @@ def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[
         table(_changes(plan)),
         *_notes(plan),
     ]
-    if plan.merge_method:
+    if plan.method.merges:
         parts += ["## Quality", _quality(maps)]
     parts += [
         "## How it was made",
         *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE),
     ]
-    if plan.merge_method:
+    if plan.method.merges:
         parts += ["## Limits", limits(quality_loss(maps).level)]
     return format_card(metadata, name, parts, source.text)
 
@@ -139,12 +139,12 @@ def _summary(plan: Plan) -> str:
     """One paragraph: the base model, and what became of its heads and its KV cache."""
     main = plan.config.main_heads
     instead = f"with {kv_heads_text(plan.kv_heads)} instead of {main.kv} key/value heads"
-    if plan.merge_method is not None:
-        change = f"{instead}, {plan.merge_method.result} (`--method {plan.merge_method.name}`)"
-    elif plan.method_name == "repeat":
-        change = f"{instead}, by repeating each: the same logits"
+    if plan.method.merges:
+        change = f"{instead}, {plan.method.result} (`--method {plan.method.name}`)"
+    elif plan.fewest > main.kv:
+        change = f"{instead}, {plan.method.result}"
     else:
-        change = f"with its original {main.kv} key/value heads: no heads are merged"
+        change = f"with its original {main.kv} key/value heads: {plan.method.result}"
 
     checkpoint = plan.checkpoint
     is_on_hub = checkpoint.hub_id is not None
@@ -202,11 +202,10 @@ def _quality(maps: StoredMaps | None) -> str:
 
 
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that the method used."""
-    options: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method_name}
-    if plan.merge_method is not None:
-        used = options_of(plan.merge_method)
-        for name in ConvertOptions.__dataclass_fields__:
-            if name in used:
-                options[name] = request["options"][name]
+    """The options that the method used, but for those which do not change the result."""
+    options: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method.name}
+    used = options_of(plan.method)
+    for name, field in ConvertOptions.__dataclass_fields__.items():
+        if name in used and field.metadata["repeated"]:
+            options[name] = request["options"][name]
     return options

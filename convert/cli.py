@@ -12,6 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
+
 from gqa.checkpoint.write import finite
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
@@ -83,14 +86,14 @@ def command(options: ConvertOptions) -> None:
             plan = prepare(options, watcher)
         if options.dry_run:  # else they are printed with those of the result
             _warn(plan.warnings)
-        if options.is_set("method") and plan.merge_method is None:
+        if _is_typed("method") and not plan.method.merges:
             _say(
                 "note        --method is not used: none of the "
                 f"{plan.config.main_heads.kv} heads are merged",
                 options,
             )
 
-        record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
+        record = plan_record(plan) | {"dry_run": options.dry_run}
         if options.dry_run:
             record |= _dry_run(plan, options)
         else:
@@ -99,18 +102,22 @@ def command(options: ConvertOptions) -> None:
             print_json(finite(record))
 
 
+def _is_typed(name: str) -> bool:
+    """Whether an option is on the command line, if only with its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Convert, print the result, and return its part of the record, JSON-ready."""
-    from gqa.convert.advice import next_line, quality_line
     from gqa.convert.api import convert, open_output
     from gqa.convert.summary import error_lines, plan_lines, size
 
     start = time.monotonic()
-    open_output(options, plan)  # a bad output is refused before anything is printed
-    if plan.merge_method is not None and plan.needs_maps:
-        _say_cost(plan, plan.merge_method, options)
+    output = open_output(options, plan)  # a bad one is refused before anything is printed
+    if plan.method.computes_maps:
+        _say_cost(plan, options)
     with Watcher(options.quiet) as watcher:
-        result = convert(plan, options, watcher, sys.argv[1:])
+        result = convert(plan, options, watcher, sys.argv[1:], output=output)
 
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
     _say_lines(error_lines(result.maps), options)
@@ -118,12 +125,10 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     _say(
         f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options
     )
-    if plan.merge_method is not None and not options.quiet:
-        quality = quality_line(plan, result.maps, options, result.out)
-        _say(f"quality     {quality}", options)
-        advice = next_line(plan, result.maps, options, result.out, result.record["source"])
-        if advice:
-            _say(f"next        {advice}", options)
+    if plan.method.merges and not options.quiet:
+        _say(f"quality     {result.advice.quality_line()}", options)
+        if next_line := result.advice.next_line():
+            _say(f"next        {next_line}", options)
     _warn(result.warnings)
 
     measured = {
@@ -132,16 +137,17 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     return {"output": str(result.out), **measured, "warnings": list(result.warnings)}
 
 
-def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
+def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     """Print the estimated time of a method that reads the model and, if it is long, the name of a
     faster method.
     """
     from gqa.convert.estimate import duration, estimate
 
+    method = plan.method
     device = options.maps_options.device
     seconds, memory = estimate(plan, method, options.maps_options)
     text = f"estimate    about {duration(seconds)} on {device}"
-    faster = _faster_method(plan, method)
+    faster = _faster_method(plan)
     if seconds > _LONG and faster:
         faster_seconds, _ = estimate(plan, faster, options.maps_options)
         text += (
@@ -153,11 +159,13 @@ def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
     _warn(_memory_warnings(plan, options, device, memory))
 
 
-def _faster_method(plan: Plan, method: Method) -> Method | None:
-    """The best of the methods that a model allows and that come before this one in the table,
+def _faster_method(plan: Plan) -> Method | None:
+    """The best of the methods that a model allows and that come before the plan's in the table,
     without those that read nothing: their results are of no use without training.
     """
-    worse = itertools.takewhile(lambda other: other != method, plan.available_methods)
+    if plan.method.is_control:  # its place in the table does not say how good it is
+        return None
+    worse = itertools.takewhile(lambda other: other != plan.method, plan.available_methods)
     compared = [other for other in worse if other.example_ratio and other.computes_maps]
     return compared[-1] if compared else None
 
@@ -175,11 +183,11 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
         return []
 
     advice = ""
-    generates_text = plan.reads_text and not options.is_set("data")
+    generates_text = plan.method.reads == "text" and not options.is_set("data")
     if generates_text:
         advice = "; --data takes less, because nothing is sampled"
     return [
-        f"--method {plan.method_name} takes about {size(memory)} of memory; {device} has "
+        f"--method {plan.method.name} takes about {size(memory)} of memory; {device} has "
         f"{size(total)}{advice}"
     ]
 
@@ -191,9 +199,8 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     Returns where the result would go, its size, the free space, and time and memory, JSON-ready.
     """
     from gqa.checkpoint.output_directory import free_space
-    from gqa.convert.api import open_output
+    from gqa.convert.api import open_output, output_path
     from gqa.convert.estimate import duration, estimate
-    from gqa.convert.output import output_of
     from gqa.convert.summary import plan_lines, size
 
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
@@ -203,7 +210,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
         open_output(options, plan)
     except (RefusedError, OutputError) as error:
         warnings.append(str(error))
-    out = output_of(options, plan)
+    out = output_path(options, plan)
     free = free_space(out)
     _say(f"output      {out}: {size(plan.total_bytes)}; {size(free)} free", options)
     record: dict[str, Any] = {
@@ -213,15 +220,15 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     }
 
     costs = {}
-    for method in plan.available_methods:
+    for method in _estimated_methods(plan):
         device = options.maps_options.device
         seconds, memory = estimate(plan, method, options.maps_options)
         cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
-        if method == plan.merge_method:
+        if method == plan.method:
             cost += "  <- this plan"
         _say(f"estimate    {method.name:12}{cost}", options)
         costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
-        if method == plan.merge_method:
+        if method == plan.method:
             warnings += _memory_warnings(plan, options, device, memory)
 
     _warn(warnings)
@@ -230,6 +237,16 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
         record["estimates"] = costs
     record["warnings"] = [*plan.warnings, *warnings]
     return record
+
+
+def _estimated_methods(plan: Plan) -> tuple[Method, ...]:
+    """The methods whose time and memory --dry-run prints: those that the model allows, and the
+    plan's own if it is a control that computes maps.
+    """
+    methods = plan.available_methods
+    if plan.method.is_control and plan.method.computes_maps:
+        methods += (plan.method,)
+    return methods
 
 
 def _say(line: str, options: ConvertOptions) -> None:

@@ -22,6 +22,23 @@ from gqa.core.errors import LayerwiseError, NoMemoryError, RefusedError, alterna
 
 
 @contextmanager
+def method_errors(method: MapsMethod, options: MapsOptions, instead: str) -> Iterator[None]:
+    """Say in the errors of the block what the user can do.
+
+    Raises NoMemoryError with advice of the method, and RefusedError for a model that cannot be run
+    layer by layer, with what to do `instead`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if out_of_memory(error):
+            raise NoMemoryError(method.out_of_memory_message(options)) from error
+        if isinstance(error, LayerwiseError):
+            raise RefusedError(f"{error}; {instead}") from error
+        raise
+
+
+@contextmanager
 def with_maps(
     plan: Plan,
     out: Path,
@@ -38,7 +55,7 @@ def with_maps(
     Raises RefusedError and CorpusError. A model that cannot be run layer by layer is refused with
     the methods that read no text.
     """
-    method = plan.merge_method
+    method = plan.method
     if not isinstance(method, MapsMethod):
         yield None
         return
@@ -48,19 +65,17 @@ def with_maps(
     layers = FinishedLayers(out, description, overwrite, holds_out=options.check)
     is_continued = layers.count > 0
 
+    usable = [other.name for other in plan.available_methods if other.reads != "text"]
     try:
-        quality = method.find_maps(plan, layers, options, watcher)
+        with method_errors(method, options, f"use --method {alternatives(usable)}"):
+            quality = method.find_maps(plan, layers, options, watcher)
     except BaseException as error:
         # A refusal will come again, so what this run made goes; layers of an earlier run stay.
-        if isinstance(error, RefusedError) and not is_continued:
+        may_come_again = not isinstance(error, NoMemoryError)
+        if isinstance(error, RefusedError) and may_come_again and not is_continued:
             layers.remove()
         else:
             layers.remove_unless_continuable()
-        if out_of_memory(error):
-            raise NoMemoryError(method.out_of_memory_message(options)) from error
-        if isinstance(error, LayerwiseError):
-            usable = (other.name for other in plan.available_methods if other.reads != "text")
-            raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
         raise
 
     try:

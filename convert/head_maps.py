@@ -110,11 +110,11 @@ def first_maps(kv: int, groups: int) -> HeadMaps:
 def query_order(order: tuple[int, ...], heads: int) -> list[int]:
     """The same order for `heads` = r Hk query heads, r of which read each key/value head."""
     per_head = heads // len(order)
-    query_heads: list[int] = []
+    query_numbers: list[int] = []
     for head in order:
         first = head * per_head
-        query_heads.extend(range(first, first + per_head))
-    return query_heads
+        query_numbers.extend(range(first, first + per_head))
+    return query_numbers
 
 
 def _product(matrix: Tensor, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import BUDGET_METHOD, DEFAULT_METHOD, METHODS
 from gqa.core.errors import RefusedError, alternatives
 from gqa.core.option_types import COUNT, SEED, KVHeads, Number, OneOf, Text, tokens_type
-from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, flag, option
+from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option
 from gqa.corpus.specs import is_self, parse_self
 
 
@@ -26,6 +26,7 @@ class ConvertOptions(Options):
         MISSING,
         argument_metavar="MODEL",
         missing="pass the model: a directory with config.json, or a hub id",
+        repeated=False,
     )
 
     kv_heads: int | tuple[int, ...] | None = option(
@@ -38,6 +39,7 @@ class ConvertOptions(Options):
         alias="--groups",
         metavar="G",
         group=MAIN,
+        repeated=False,
     )
     kv_budget: float | None = option(
         None,
@@ -48,6 +50,7 @@ class ConvertOptions(Options):
         Number(float, "above 0 below 1"),
         metavar="FRACTION",
         group=MAIN,
+        repeated=False,
     )
     method: str = option(
         DEFAULT_METHOD,
@@ -55,6 +58,7 @@ class ConvertOptions(Options):
         OneOf((*METHODS,)),
         metavar="METHOD",
         group=MAIN,
+        repeated=False,
     )
     output: Path | None = option(
         None,
@@ -64,11 +68,13 @@ class ConvertOptions(Options):
         short="-o",
         metavar="DIR",
         group=MAIN,
+        repeated=False,
     )
     dry_run: bool = option(
         False,
         "Print the plan, and write nothing. For a hub id, fetch only config and headers.",
         group=MAIN,
+        repeated=False,
     )
 
     data: tuple[str, ...] = option(
@@ -176,18 +182,29 @@ class ConvertOptions(Options):
         "After calibrated and refined: compare perplexity and recall with those of MODEL, on text "
         "that was not used for calibration.  [default: on; other methods print the gqa-eval "
         "command]",
+        setting="text",
         group=OUTPUT,
+        repeated=False,
     )
     overwrite: bool = option(
-        False, "Replace the checkpoint at DIR once the new one is complete.", group=OUTPUT
+        False,
+        "Replace the checkpoint at DIR once the new one is complete.",
+        group=OUTPUT,
+        repeated=False,
     )
     json: bool = option(
-        False, "One JSON object on stdout, everything else on stderr.", group=OUTPUT
+        False, "One JSON object on stdout, everything else on stderr.", group=OUTPUT, repeated=False
     )
     verbose: bool = option(
-        False, "List every changed tensor; show tracebacks.", short="-v", group=OUTPUT
+        False,
+        "List every changed tensor; show tracebacks.",
+        short="-v",
+        group=OUTPUT,
+        repeated=False,
     )
-    quiet: bool = option(False, "Print errors and warnings only.", short="-q", group=OUTPUT)
+    quiet: bool = option(
+        False, "Print errors and warnings only.", short="-q", group=OUTPUT, repeated=False
+    )
     # For Python callers: whether half of the blocks repeat themselves.
     repeats: bool = option(True, setting="text", expert=True)
 
@@ -269,6 +286,6 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
         if setting and setting not in used and options.is_set(name):
             users = [user for user, method in METHODS.items() if setting in method.settings]
             raise RefusedError(
-                f"{flag(name)} is not used by {where}; remove it, or use it with --method "
-                f"{alternatives(users)}"
+                f"{options.as_typed(name)} is not used by {where}; remove it, or use it with "
+                f"--method {alternatives(users)}"
             )

@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.files import TensorSpec, byte_size
+from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig
-from gqa.convert.heads.family import KVCounts
+from gqa.convert.heads.family import KVCounts, heads_suffix
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.heads.modules import AttentionModule, Change
 from gqa.convert.methods.base import Method
@@ -62,7 +64,7 @@ class Plan:
     """Everything about a conversion that can be known from config and headers.
 
     kv_heads: KV heads of the result.
-    merge_method: The method; None if no heads are merged.
+    method: The method that makes the new heads; one of unmerged.py if no heads are merged.
     available_methods: Those that can merge the heads of the model, without controls, worst quality
         first; empty if no heads are merged.
     can_regroup: Whether groups of heads can be searched for: the method reads the model, and heads
@@ -75,13 +77,14 @@ class Plan:
     new_config, config_edits: config.json of the result, and what differs from the base model's.
     cache_before, cache_after: The KV cache of the base model and of the result.
     dtype: Of `--dtype`, as safetensors call it; None if tensors keep theirs.
+    kv_budget: Of `--kv-budget`, by which `prepare` (api.py) has chosen the heads of each layer.
     losses: With a KV budget, by layer: heads -> loss (nats per token).
     """
 
     checkpoint: Checkpoint
     config: ModelConfig
     kv_heads: KVCounts
-    merge_method: Method | None
+    method: Method
     available_methods: tuple[Method, ...]
     can_regroup: bool
     seed: int
@@ -94,29 +97,13 @@ class Plan:
     cache_after: KVCache
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
+    kv_budget: float | None = None
     losses: Sequence[Mapping[int, float]] = ()
 
     @property
     def fewest(self) -> int:
         """KV heads of the layer that has the fewest."""
         return fewest_heads(self.kv_heads)
-
-    @property
-    def method_name(self) -> str:
-        """The method's name; `repeat` if the result has more heads, `none` if it has as many."""
-        if self.merge_method is not None:
-            return self.merge_method.name
-        return "repeat" if self.fewest > self.config.main_heads.kv else "none"
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether the method runs text through the model."""
-        return self.merge_method is not None and self.merge_method.reads == "text"
-
-    @property
-    def needs_maps(self) -> bool:
-        """Whether maps must be computed from weights or text first."""
-        return self.merge_method is not None and self.merge_method.computes_maps
 
     def searches(self, grouping: str) -> bool:
         """Whether to search for the groups with the least loss, by the option `--grouping`."""
@@ -143,6 +130,26 @@ class Plan:
     @property
     def parameters_after(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
+
+    def default_directory(self, model: str, method: Method) -> Path:
+        """Where the result of a method goes by default: `MODEL-gqa4-refined` next to a local model,
+        in the working directory for a hub id.
+
+        `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
+        heads differ by layer and 56 % of them remain, or with `--kv-budget 0.56`.
+
+        model: The base model, as the user named it.
+        """
+        if self.kv_budget:  # known before the heads of each layer are chosen
+            suffix = f"-kv{100 * self.kv_budget:.0f}"
+        elif isinstance(self.kv_heads, tuple):
+            heads = sum(self.kv_heads) / len(self.kv_heads)
+            suffix = f"-kv{100 * heads / self.config.main_heads.kv:.0f}"
+        else:
+            suffix = heads_suffix(self.kv_heads)
+        if method.merges:
+            suffix += f"-{method.name}"
+        return default_output(self.checkpoint.hub_id or model, suffix)
 
 
 def fewest_heads(kv_heads: KVCounts) -> int:

@@ -5,7 +5,7 @@ The plan has name, shape, dtype and source of every output tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,9 +16,9 @@ from gqa.checkpoint.read import SAFETENSORS_OF_TORCH, TORCH_OF_SAFETENSORS, Chec
 from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.config_edits import edit_config, valid_kv_heads
-from gqa.convert.heads.family import KVCounts, Symmetry
+from gqa.convert.heads.family import KVCounts
 from gqa.convert.heads.kv_cache import kv_cache
-from gqa.convert.heads.layouts import Layout, Rule
+from gqa.convert.heads.layouts import Rule
 from gqa.convert.heads.modules import (
     AttentionModule,
     Change,
@@ -28,6 +28,7 @@ from gqa.convert.heads.modules import (
 )
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import METHODS
+from gqa.convert.methods.unmerged import Repeat, Unmerged
 from gqa.convert.plan import OutputTensor, Plan, Shard, fewest_heads
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives, plural
@@ -38,9 +39,6 @@ from gqa.models.custom_code import MODEL_TYPES
 _WIDEST_SEARCH = 8192
 # And up to so many heads of a layer, because the loss of each pair of them is computed.
 _MOST_SEARCHED_HEADS = 128
-# Of models whose heads cannot be aligned: `refined` trains these too, and stores them whole. A
-# plain Layout makes a `Change` of them, whose place the trained tensor takes, but splits no heads.
-_UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
 def make_plan(
@@ -49,7 +47,6 @@ def make_plan(
     method: str,
     seed: int = 0,
     dtype: str | None = None,
-    losses: Sequence[Mapping[int, float]] = (),
 ) -> Plan:
     """Plan a conversion from config and headers alone.
 
@@ -60,7 +57,6 @@ def make_plan(
         method: The name of the method that merges heads.
         seed: Of random heads, and of text.
         dtype: Of `--dtype`; None if tensors keep theirs.
-        losses: With a KV budget, by layer: heads -> loss (nats per token).
 
     Raises:
         RefusedError, CorruptError: The conversion is not possible.
@@ -68,7 +64,7 @@ def make_plan(
 
     def plan_with(config: dict[str, Any]) -> Plan:
         view = replace(checkpoint, config=config)
-        return _plan(view, kv_heads, METHODS[method], seed, dtype, losses)
+        return _plan_of(view, kv_heads, METHODS[method], seed, dtype)
 
     try:
         return plan_with(checkpoint.config)
@@ -82,15 +78,17 @@ def make_plan(
         raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
 
 
-def _plan(
+def _plan_of(
     checkpoint: Checkpoint,
     requested: KVCounts,
-    method: Method,
+    requested_method: Method,
     seed: int,
     dtype: str | None,
-    losses: Sequence[Mapping[int, float]],
 ) -> Plan:
-    """The plan of a conversion from its arguments; see `make_plan`."""
+    """The plan of a conversion from its arguments; see `make_plan`.
+
+    requested_method: The one to use if any heads are merged.
+    """
     # 1. The model, in a class that can have so many heads.
     kv_heads = _one_number(requested)
     if isinstance(kv_heads, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
@@ -99,15 +97,15 @@ def _plan(
     check_kv_heads(config, requested, kv_heads, checkpoint.name)
     modules = attention_modules(checkpoint, config)
 
-    # 2. The method, if any heads are merged.
-    merge_method = method if fewest_heads(kv_heads) < config.main_heads.kv else None
+    # 2. The method.
+    method = _method_for(kv_heads, config, requested_method)
     available: tuple[Method, ...] = ()
-    if merge_method is not None:
-        _check_method(merge_method, checkpoint, config, modules)
+    if method.merges:
+        _check_method(method, checkpoint, config, modules)
         available = _available_methods(checkpoint, config, modules)
 
     # 3. The tensors.
-    changes = _changes(config, modules, kv_heads, merge_method)
+    changes = _changes(config, modules, kv_heads, method)
     if dtype and checkpoint.packed:
         raise RefusedError(
             f"--dtype cannot be used because {checkpoint.name} has quantized weights; remove "
@@ -131,9 +129,9 @@ def _plan(
         checkpoint=checkpoint,
         config=config,
         kv_heads=kv_heads,
-        merge_method=merge_method,
+        method=method,
         available_methods=available,
-        can_regroup=_can_regroup(config, kv_heads, merge_method),
+        can_regroup=_can_regroup(config, kv_heads, method),
         seed=seed,
         modules=tuple(modules),
         changes=changes,
@@ -144,7 +142,6 @@ def _plan(
         cache_after=cache_after,
         dtype=stored_dtype,
         warnings=(*_warnings(checkpoint, config, kv_heads), *load_warnings),
-        losses=losses,
     )
 
 
@@ -153,6 +150,15 @@ def _one_number(kv_heads: KVCounts) -> KVCounts:
     if isinstance(kv_heads, tuple) and len(set(kv_heads)) == 1:
         return kv_heads[0]
     return kv_heads
+
+
+def _method_for(kv_heads: KVCounts, config: ModelConfig, requested: Method) -> Method:
+    """What makes so many heads: the requested method only where heads are merged."""
+    before = config.main_heads.kv
+    after = fewest_heads(kv_heads)
+    if after < before:
+        return requested
+    return Repeat() if after > before else Unmerged()
 
 
 # -------------------------------------------------------------------------------- checks of options
@@ -234,10 +240,10 @@ def _available_methods(
     )
 
 
-def _can_regroup(config: ModelConfig, kv_heads: KVCounts, merge_method: Method | None) -> bool:
+def _can_regroup(config: ModelConfig, kv_heads: KVCounts, method: Method) -> bool:
     """Whether groups can be searched for: maps can reorder heads, into more than one partition."""
     symmetry = config.symmetry
-    if merge_method is None or not merge_method.computes_maps or isinstance(symmetry, str):
+    if not method.computes_maps or isinstance(symmetry, str):
         return False
     if not symmetry.can_reorder_heads(config.text_config):
         return False
@@ -260,7 +266,7 @@ def _changes(
     config: ModelConfig,
     modules: Sequence[AttentionModule],
     kv_heads: KVCounts,
-    merge_method: Method | None,
+    method: Method,
 ) -> dict[str, tuple[Change, ...]]:
     """By path of an attention module, its tensors that change.
 
@@ -268,9 +274,8 @@ def _changes(
     """
     # Maps change queries and outputs too.
     extra: tuple[Rule, ...] = ()
-    if merge_method is not None and merge_method.computes_maps:
-        symmetry = config.symmetry
-        extra = symmetry.query_side_rules if isinstance(symmetry, Symmetry) else _UNALIGNED
+    if method.computes_maps:
+        extra = config.family.query_side_rules(config.text_config)
 
     changes = {}
     for module in modules:

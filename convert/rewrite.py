@@ -20,7 +20,6 @@ from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.config_edits import target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
-from gqa.convert.merge_heads import converted_tensor
 from gqa.convert.plan import OutputTensor, Plan, Shard
 from gqa.core.errors import CorruptError, OutputError, RefusedError, listing, verification_error
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from gqa.convert.head_maps import MergeHeads
 
 CAST_CHUNK = 4 << 20  # numbers cast at a time
 SAMPLED_BYTES = 1 << 16  # bytes of a sampled block
@@ -87,7 +88,7 @@ class ConvertedCheckpoint(CheckpointWriter):
         path = directory / shard.file
         with new_shard(path, shard.tensors) as target:
             self.append_tensors(target, shard.tensors)
-        verify_shard(self._plan, path, shard)
+        self.verify_shard(path, shard)
 
     def append_tensors(self, target: BinaryIO, tensors: Sequence[OutputTensor]) -> None:
         """Copy, cast or change each tensor."""
@@ -110,10 +111,17 @@ class ConvertedCheckpoint(CheckpointWriter):
             with checkpoint.path(source.file).open("rb") as stream:
                 copy_range(stream, target, source.begin, source.nbytes, self._advance)
         elif tensor.change is None:
-            _cast(checkpoint, target, tensor, buffer, self._advance)
+            self._cast(target, tensor, buffer)
         else:
-            changed = _changed_tensor(self._plan, self._maps, tensor.change, buffer)
+            changed = self._changed_tensor(tensor.change, buffer)
             write_tensor(target, _stored_as(changed, tensor), self._advance)
+
+    def _cast(self, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
+        """Write a tensor whose heads stay and that is cast, unpickled (`.bin`) or computed by a
+        view, a bounded piece at a time.
+        """
+        for piece in _pieces(self.source, tensor.source, buffer):
+            write_tensor(target, _stored_as(piece, tensor), self._advance)
 
     def _advance(self, count: int) -> None:
         """Report bytes that are written. Raises _CancelledError if another shard has failed."""
@@ -121,23 +129,98 @@ class ConvertedCheckpoint(CheckpointWriter):
             raise _CancelledError
         self._progress(count)
 
+    # --------------------------------------------------------------- the numbers of changed tensors
+
+    def _changed_tensor(self, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
+        """A tensor with merged or repeated heads.
+
+        Heads are merged in float32 (float64 for F64) and rounded once: to the stored dtype, or to
+        that of --dtype. `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up
+        first if rounding comes later: with --dtype, or of what belongs to heads.
+        """
+        import torch
+
+        # The buffer can be reused: results are written before the next tensor is read.
+        tensor = self.source.read(change.source, buffer)
+        if not all_finite(tensor):
+            raise CorruptError(
+                f"{change.source.name} of {self.source.name} has NaN or Inf, so its heads are "
+                "broken; download the checkpoint again"
+            )
+        rounds_later = self._plan.dtype or not change.rule.projection
+        if rounds_later:
+            precise = torch.float64 if change.source.dtype == "F64" else torch.float32
+            tensor = tensor.to(precise)
+        return self.converted(change, tensor)
+
+    def converted(self, change: Change, tensor: Tensor) -> Tensor:
+        """The tensor of the result for a stored tensor: split into heads, merged or repeated, and
+        joined.
+
+        A tensor that the method has trained is among its maps as it will be stored.
+        """
+        if self._maps is not None and change.source.name in self._maps.names:
+            return self._maps.tensor(change.source.name)
+        return change.mapped(tensor, self._head_merge(change))
+
+    def _head_merge(self, change: Change) -> MergeHeads:
+        """What happens to the heads of each role."""
+        maps = self._maps.of_module(change.module) if self._maps is not None else None
+        if maps is not None:
+            return maps.merge
+        return self._plan.method.merge_without_maps(change, self._plan.config, self._plan.seed)
+
+    # --------------------------------------------------------------------------------- verification
+
+    def verify_shard(self, path: Path, shard: Shard) -> None:
+        """Check one written file from disk: its header, sampled bytes of copied tensors, and that
+        changed tensors are finite.
+
+        Raises OutputError.
+        """
+        try:
+            tensors = {spec.name: spec for spec in read_header(path, shard.file)}
+        except RefusedError as error:
+            raise verification_error(str(error)) from error
+        written = Checkpoint(self.source.name, path.parent, {}, tensors, (shard.file,))
+
+        expected = {(tensor.name, tensor.dtype, tensor.shape) for tensor in shard.tensors}
+        actual = {(spec.name, spec.dtype, spec.shape) for spec in tensors.values()}
+        different = {name for name, _, _ in expected ^ actual}
+        if different:
+            raise verification_error(f"{listing(different)} differ from the plan")
+
+        with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
+            for tensor in shard.tensors:
+                spec = tensors[tensor.name]
+                if tensor.change and not all_finite(written.read(spec)):
+                    raise verification_error(f"{spec.name} has NaN or Inf, but its source has none")
+                if tensor.copied and not _is_copy(self.source, tensor.source, copy, spec):
+                    raise verification_error(f"{spec.name} differs from the source")
+
     def verify(self, directory: Path) -> None:
-        """Check the whole; each shard was verified when it was written."""
-        verify(self._plan, directory)
+        """Check the whole, whose shards were verified when they were written: the index, and the
+        head counts that transformers reads from the new config.
 
+        Raises OutputError: a result that fails is removed by the caller.
+        """
+        plan = self._plan
+        try:
+            written = replace(read_checkpoint(directory), name=self.source.name)
+            config = read_config(written.config, written.name)
 
-def _cast(
-    checkpoint: Checkpoint,
-    target: BinaryIO,
-    tensor: OutputTensor,
-    buffer: NDArray[np.uint8],
-    progress: Progress,
-) -> None:
-    """Write a tensor whose heads stay and that is cast, unpickled (`.bin`) or computed by a view, a
-    bounded piece at a time.
-    """
-    for piece in _pieces(checkpoint, tensor.source, buffer):
-        write_tensor(target, _stored_as(piece, tensor), progress)
+            for layer in range(config.layers):
+                actual = config.heads(layer).kv
+                expected = target_heads(plan.config, layer, plan.kv_heads).kv
+                if actual != expected:
+                    raise verification_error(
+                        f"layer {layer} has {actual} KV heads instead of {expected}"
+                    )
+
+            for module in attention_modules(written, config):
+                module_changes(module, config, plan.kv_heads)  # checks shapes against the config
+        except RefusedError as error:
+            raise verification_error(str(error)) from error
 
 
 def _stored_as(numbers: Tensor, tensor: OutputTensor) -> Tensor:
@@ -168,82 +251,6 @@ def _pieces(
         end = min(begin + CAST_CHUNK * size, spec.end)
         piece = replace(spec, shape=((end - begin) // size,), begin=begin, end=end)
         yield checkpoint.read(piece, buffer)
-
-
-def _changed_tensor(
-    plan: Plan, maps: StoredMaps | None, change: Change, buffer: NDArray[np.uint8]
-) -> Tensor:
-    """A tensor with merged or repeated heads.
-
-    Heads are merged in float32 (float64 for F64) and rounded once: to the stored dtype, or to that
-    of --dtype. `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if
-    rounding comes later: with --dtype, or of what belongs to heads.
-    """
-    import torch
-
-    # The buffer can be reused: results are written before the next tensor is read.
-    tensor = plan.checkpoint.read(change.source, buffer)
-    if not all_finite(tensor):
-        raise CorruptError(
-            f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf, so its heads are "
-            "broken; download the checkpoint again"
-        )
-    rounds_later = plan.dtype or not change.rule.projection
-    if rounds_later:
-        precise = torch.float64 if change.source.dtype == "F64" else torch.float32
-        tensor = tensor.to(precise)
-    return converted_tensor(plan, maps, change, tensor)
-
-
-def verify(plan: Plan, work: Path) -> None:
-    """Check a written directory, whose shards are verified: the index, and the head counts that
-    transformers reads from the new config.
-
-    Raises OutputError: a result that fails is removed by the caller.
-    """
-    try:
-        written = replace(read_checkpoint(work), name=plan.checkpoint.name)
-        config = read_config(written.config, written.name)
-
-        for layer in range(config.layers):
-            actual = config.heads(layer).kv
-            expected = target_heads(plan.config, layer, plan.kv_heads).kv
-            if actual != expected:
-                raise verification_error(
-                    f"layer {layer} has {actual} KV heads instead of {expected}"
-                )
-
-        for module in attention_modules(written, config):
-            module_changes(module, config, plan.kv_heads)  # checks shapes against the config
-    except RefusedError as error:
-        raise verification_error(str(error)) from error
-
-
-def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
-    """Check one written file from disk: its header, sampled bytes of copied tensors, and that
-    changed tensors are finite.
-
-    Raises OutputError.
-    """
-    try:
-        tensors = {spec.name: spec for spec in read_header(path, shard.file)}
-    except RefusedError as error:
-        raise verification_error(str(error)) from error
-    written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
-
-    expected = {(tensor.name, tensor.dtype, tensor.shape) for tensor in shard.tensors}
-    actual = {(spec.name, spec.dtype, spec.shape) for spec in tensors.values()}
-    different = {name for name, _, _ in expected ^ actual}
-    if different:
-        raise verification_error(f"{listing(different)} differ from the plan")
-
-    with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
-        for tensor in shard.tensors:
-            spec = tensors[tensor.name]
-            if tensor.change and not all_finite(written.read(spec)):
-                raise verification_error(f"{spec.name} has NaN or Inf, but its source has none")
-            if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
-                raise verification_error(f"{spec.name} differs from the source")
 
 
 def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:

@@ -168,7 +168,7 @@ def _error_cell(error: float | None) -> str:
     return f"{text:6}"
 
 
-def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
+def plan_record(plan: Plan) -> dict[str, Any]:
     """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
     checkpoint = plan.checkpoint
     main = plan.config.main_heads
@@ -179,7 +179,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "model_type": plan.config.text_config.model_type,
         "family": plan.config.family.name,
         "recast": _recast_record(plan),
-        "method": plan.method_name,
+        "method": plan.method.name,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.kv_heads},
         "config_edits": list(plan.config_edits),
         "changed_tensors": [
@@ -206,7 +206,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
 
     if plan.losses:
         record["allotment"] = {
-            "kv_budget": kv_budget,
+            "kv_budget": plan.kv_budget,
             "heads": plan.kv_heads,
             "nats": plan.losses,
         }
@@ -256,7 +256,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
 
     heads = record["heads"]
     kv_heads = f"{heads['kv_before']} -> {kv_heads_text(plan.kv_heads)} KV"
-    lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method_name})")
+    lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method.name})")
     lines.append(f"KV cache    {kv_line(plan)}")
 
     parameters = record["parameters"]
@@ -294,14 +294,14 @@ def options_used(
         out: The directory of the result.
         requested: The options of the command.
     """
-    uses_seed = plan.merge_method is not None and "seed" in plan.merge_method.settings
+    uses_seed = "seed" in plan.method.settings
     # With a KV budget layers are measured on text, which is drawn whatever the method is.
     draws = uses_seed or bool(plan.losses)
     seed = plan.seed if draws else None
 
     used = {
         "kv_heads": plan.kv_heads,
-        "method": plan.method_name,
+        "method": plan.method.name,
         "seed": seed,
         "dtype": plan.dtype,
         "output": requested.get("output") or out.name,

@@ -58,6 +58,7 @@ def option(
     may_change: bool = False,
     needs: Sequence[str] = (),
     setting: str = "",
+    repeated: bool = True,
     expert: bool = False,
 ) -> Any:
     """A field that is an option too.
@@ -78,6 +79,7 @@ def option(
             checks it, so a dataclass that uses it has to call that (EvaluateOptions does).
         setting: The entry of `gqa.convert.methods.base.Method.settings` that it belongs to, if only
             some methods of conversion use it; empty if all do.
+        repeated: Whether the conversion that gqa-convert advises next has it too, if it was given.
         expert: For Python callers only: no option of the command.
     """
     return field(
@@ -94,6 +96,7 @@ def option(
             "may_change": may_change,
             "needs": needs,
             "setting": setting,
+            "repeated": repeated,
             "expert": expert,
         },
     )
@@ -198,6 +201,12 @@ class Options:
                 f"{flag(entry.name)} has no effect without {alternatives(names)}; pass {remedy}, "
                 f"or remove {flag(entry.name)}"
             )
+
+    def as_typed(self, name: str) -> str:
+        """The option of a field that is set: `--no-check` if it was switched off."""
+        if getattr(self, name) is False:
+            return "--no-" + name.replace("_", "-")
+        return flag(name)
 
     def identity_values(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""

@@ -1,8 +1,9 @@
-"""Where the directory of a run is, by what the run is: a run whose result goes elsewhere finds it.
+"""Where the directory of a run is, by what the run is: a run that was stopped with -o A is
+continued with -o B.
 
-An entry is a marked directory on a shelf, a directory of this user that outlives a run. Its name
-begins with the fingerprint of the run, and its mark says where the run's own directory is. What
-does not fit on the disk of that directory may lie in the entry itself.
+An *entry* says that the states of the run are in A-state. It is a marked directory on a *shelf*, a
+directory of this user that outlives a run; its name begins with the fingerprint of the run. If the
+disk of A is full, the trained weights lie in the entry itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which column of files or of a data set contains chats."""
+"""Which column of files or of a data set contains chats.
+
+A column of chats has lists of messages. Whether a column has lists or text is said by the schema
+of the first file, or by the first row.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,16 @@ from gqa.corpus.readers import columns_with_text
 def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
     """The column of chats; None if documents are not chats.
 
-    has_text: For each column that the data has, of `columns` and CHAT_COLUMNS, whether it has text
-        rather than lists.
+    A column that is asked for by its name comes before the others.
+
+    Args:
+        columns: Those that are asked for: of text, or of sources and of targets.
+        has_text: For each column that the data has, of `columns` and CHAT_COLUMNS, whether it has
+            text (True) or lists (False).
     """
-    if len(columns) > 1:
+    if len(columns) > 1:  # a source and a target are no chat
         return None
+
     (text_column,) = columns
     candidates: Sequence[str] = CHAT_COLUMNS
     if text_column in has_text:
@@ -33,10 +42,10 @@ def find_chat_column(columns: Sequence[str], has_text: Mapping[str, bool]) -> st
 
 
 def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str | None:
-    """The column of chats in files of one format, by the first file that has `columns` or a column
-    of chats.
+    """The column of chats in files of one format; None if their documents are not chats.
 
-    Raises CorpusError.
+    The first file that has one of `columns` or of CHAT_COLUMNS says it, as a file without rows has
+    no columns. Raises CorpusError.
     """
     for file in files:
         has_text = columns_with_text(file, [*columns, *CHAT_COLUMNS])
@@ -46,11 +55,14 @@ def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str |
 
 
 def chat_column_of_data(name: str, load: Callable[[], Any], columns: Sequence[str]) -> str | None:
-    """The column of chats in the data set `name` of the hub. Raises CorpusError."""
+    """The column of chats in the data set `name` of the hub; None if its documents are not chats.
+
+    Its first row says it. Raises CorpusError.
+    """
     data = load()
-    names = data.column_names
+    names = data.column_names  # None for some streams
     if names is not None:
-        # Rows are read only if a column may have chats: if all had lists
+        # The row is read only if a column may have chats, that is, if all of them had lists
         if find_chat_column(columns, dict.fromkeys(names, False)) is None:
             return None
         # Others may be pictures or sound, which need packages of their own

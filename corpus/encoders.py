@@ -124,7 +124,7 @@ class TextEncoder:
 
     def identify(self) -> str:
         """A hash of everything that determines the tokens, without paths and padding settings."""
-        return _hash([tokenizer_content(self.tokenizer), self.bos, self.eos])
+        return content_hash([tokenizer_content(self.tokenizer), self.bos, self.eos])
 
 
 class HarnessEncoder:
@@ -153,7 +153,7 @@ class HarnessEncoder:
 
     def identify(self) -> str:
         """A hash of everything that determines the tokens."""
-        return _hash(["harness", tokenizer_content(self.tokenizer)])
+        return content_hash(["harness", tokenizer_content(self.tokenizer)])
 
 
 class ChatEncoder:
@@ -228,7 +228,7 @@ class ChatEncoder:
 
         variables = sorted(variables_of(self.tokenizer).items())
         content = [tokenizer_content(self.tokenizer), self._template, variables]
-        return _hash(["chats", content, self.masks, versions("transformers")])
+        return content_hash(["chats", content, self.masks, versions("transformers")])
 
     def _rendered(self, document: str) -> tuple[str, list[Span]]:
         """The text of a chat as the template writes it, and the spans of the text that the
@@ -248,12 +248,16 @@ class ChatEncoder:
         the end of the prompt before the turn to the end of the turn.
 
         Raises RefusedError if the template writes the first messages of a chat in another way when
-        more messages follow: then nobody can say where a turn begins and ends.
+        more messages follow: then nobody can say where a turn begins and ends. Raises CorpusError
+        if it writes no prompt before a first message of the assistant.
         """
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._render(messages[:number], add_generation_prompt=True)["text"]
+            if number == 0:
+                prompt = self._first_prompt(message)
+            else:
+                prompt = self._render(messages[:number], add_generation_prompt=True)["text"]
             with_turn = self._render(messages[: number + 1])["text"]
             if not with_turn.startswith(prompt) or not text.startswith(with_turn):
                 raise RefusedError(
@@ -263,6 +267,25 @@ class ChatEncoder:
                     "marks to it, or remove --assistant-only-loss"
                 )
             yield len(prompt), self._end_of_turn(with_turn)
+
+    def _first_prompt(self, message: Message) -> str:
+        """What the template writes before the first message of a chat, if the assistant writes it.
+
+        Raises CorpusError for a template that needs a message, as those that read the first one
+        outside of their loop.
+        """
+        answer = self._renderer.render([], MAX_CHARACTERS, add_generation_prompt=True)
+        if "text" in answer:
+            text: str = answer["text"]
+            return text
+
+        beginning = _beginning_of(message)
+        reason = explain(ValueError(answer.get("raised", answer.get("error"))))
+        raise CorpusError(
+            f"a chat begins with the assistant ({beginning!r}), and the chat template of "
+            f"{self.name} writes no prompt before it ({reason}); add {{% generation %}} marks to "
+            "the template, or remove that chat"
+        )
 
     def _end_of_turn(self, text: str) -> int:
         """Where the last turn of a rendered chat ends: white space after a last special token does
@@ -299,15 +322,18 @@ class ChatEncoder:
                 "--text-column"
             )
         if "raised" in answer:
-            beginning = ""
-            if messages:
-                beginning = str(messages[0].get("content", ""))[:_SHOWN]
+            beginning = _beginning_of(messages[0])
             reason = explain(ValueError(answer["raised"]))
             raise CorpusError(
                 f"the chat template of {self.name} refuses the chat that begins with "
                 f"{beginning!r}: {reason}; repair or remove that chat"
             )
         return answer
+
+
+def _beginning_of(message: Message) -> str:
+    """What errors quote of a message; empty if it has no content, but calls tools."""
+    return str(message.get("content", ""))[:_SHOWN]
 
 
 def check_template(tokenizer: Any, name: str) -> str:
@@ -446,5 +472,6 @@ def tokenizer_content(tokenizer: Any) -> Any:
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), settings, files]
 
 
-def _hash(content: Any) -> str:
+def content_hash(content: Any) -> str:
+    """SHA-256 of something that is JSON-ready."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

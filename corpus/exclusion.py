@@ -11,7 +11,7 @@ from gqa.corpus.rows import is_divisible, row_digest, searched_text
 if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
     from gqa.corpus.passages import Passages
 
-# A pair or a chat is left out if at least this share of it is in held-out passages.
+# A pair or a chat is left out if at least this share of its letters is in held-out passages
 _WHOLE_SHARE = 0.5
 
 
@@ -21,22 +21,29 @@ class Exclusion:
 
     Text is cut; of pairs and chats those are left out of which at least half is in passages.
 
-    copies: digests of documents that stay as they are, because whoever reads the source leaves them
-    out by digest.
+    Attributes:
+        passages: Of the held-out text.
+        left_to_reader: Digests of documents that are wholly held out. They pass unchanged: who
+            reads the source drops them by digest (`HeldoutDocuments`).
     """
 
     passages: Passages
-    copies: frozenset[bytes] = frozenset()
+    left_to_reader: frozenset[bytes] = frozenset()
 
     @property
     def identity(self) -> str:
-        copies = hashlib.sha256(b"".join(sorted(self.copies))).hexdigest()
-        return f"{self.passages.identity} {copies}"
+        """What determines which parts are left out: hashes of the held-out text and documents."""
+        left_to_reader = hashlib.sha256(b"".join(sorted(self.left_to_reader))).hexdigest()
+        return f"{self.passages.identity} {left_to_reader}"
 
     def remainder(self, row: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What is left of a document: pieces, each a document of its own."""
-        if row_digest(*row) in self.copies:
+        """What is left of a document: the document itself, pieces of a text that are documents of
+        their own, or nothing.
+        """
+        if row_digest(*row) in self.left_to_reader:
             return [row]
         if is_divisible(row):
             return [(piece,) for piece in self.passages.remove_from(row[0])]
-        return [] if self.passages.share(searched_text(row)) >= _WHOLE_SHARE else [row]
+
+        is_left_out = self.passages.share(searched_text(row)) >= _WHOLE_SHARE
+        return [] if is_left_out else [row]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gqa.core.errors import RefusedError
-from gqa.corpus.encoders import TextEncoder
+from gqa.corpus.encoders import content_hash, tokenizer_content
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Ints, first_token, join, tokenize_source
 
@@ -79,6 +79,10 @@ class PairEncoder:
         ids: list[list[int]] = self.tokenizer(**{side: list(texts)}, **settings)["input_ids"]
         return ids
 
+    def identify(self) -> str:
+        """A hash of everything that determines the tokens of `encode`."""
+        return content_hash(["pairs", tokenizer_content(self.tokenizer)])
+
     def add_special_tokens(
         self, source: Sequence[int], target: Sequence[int], length: int
     ) -> TokenPair:
@@ -124,7 +128,6 @@ def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents
 
     Raises CorpusError.
     """
-    identity = TextEncoder(encoder.tokenizer).identify()  # a hash of the tokenizer
 
     def encode(rows: list[tuple[str, ...]]) -> list[dict[str, Any]]:
         source_texts, target_texts = zip(*rows, strict=True)
@@ -136,6 +139,7 @@ def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents
         ]
 
     columns = ["source", "target"]
+    identity = encoder.identify()
     return join([tokenize_source(source, columns, identity, encode) for source in sources])
 
 

@@ -48,6 +48,7 @@ class Passages:
         short: The letters of texts with less than LENGTH, which are found as whole documents.
         whole: Whether all of the text is in `hashes`, which has at most MOST.
         identity: A hash of the text.
+        _filter: (2^_FILTER_BITS,) whether any of `hashes` has these upper bits.
     """
 
     hashes: Hashes
@@ -109,15 +110,17 @@ class Passages:
         if not covered.any():
             return [text]
 
-        # The character in the text of each letter: one character may be several letters,
-        # case-folded.
+        # By letter, the character of the text that it comes from: a character may be several
+        # letters, case-folded
         origin = list[int]()
         for place, character in enumerate(text):
             origin += [place] * len(letters_of(character))
 
-        edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
+        # Letters outside of passages: where each run of them begins and ends
+        is_outside = np.concatenate([[False], ~covered, [False]])
+        begins_and_ends = np.flatnonzero(is_outside[1:] != is_outside[:-1])
         pieces = []
-        for begin, end in edges.reshape(-1, 2).tolist():
+        for begin, end in begins_and_ends.reshape(-1, 2).tolist():
             if end - begin >= LENGTH:
                 # What stands before the first letter and after the last belongs to the outer pieces
                 first = origin[begin] if begin else 0
@@ -157,10 +160,12 @@ def _sorted_unique(hashes: Hashes) -> Hashes:
 
 
 def _codes(letters: str) -> Codes:
+    """The code points (n,) of letters."""
     return np.frombuffer(letters.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def _filter_index(hashes: Hashes) -> Hashes:
+    """Where hashes are in the table of `Passages`: their upper bits."""
     return hashes >> np.uint64(64 - _FILTER_BITS)
 
 
@@ -169,8 +174,11 @@ _INVERSE_POWERS = np.full(_CHUNK + LENGTH, pow(_BASE, -1, 1 << 64), np.uint64).c
 
 
 def _hashes(codes: Codes) -> Hashes:
-    """(n,) letters -> (n - LENGTH + 1,) hashes of all passages: polynomials modulo 2^64, as
-    differences of prefix sums divided by the power of their first letter.
+    """(n,) letters -> (n - LENGTH + 1,) hashes of all passages; (0,) of fewer letters.
+
+    A passage is a polynomial in _BASE modulo 2^64, with its letters as coefficients. With prefix
+    sums of all letters times their powers, that of passage i is
+    (prefix[i + LENGTH] - prefix[i]) / _BASE^i, so equal passages are equal wherever they stand.
     """
     parts = [np.zeros(0, np.uint64)]
     for begin in range(0, len(codes) - LENGTH + 1, _CHUNK):

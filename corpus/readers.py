@@ -21,7 +21,7 @@ from gqa.corpus.cache import cache_errors, datasets_cache
 
 COMPRESSED = (".gz", ".zst")
 _PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
-# Bytes of a JSON value of several lines, in a file with the name of JSON Lines
+# Bytes at most of a JSON value of several lines in a file with the name of JSON Lines
 _MAX_VALUE = 1 << 28
 _SHOWN = 60  # characters of a line that is not JSON
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
@@ -36,8 +36,7 @@ class FileFormat(NamedTuple):
         title: What errors and docs/training-text.md call it.
         suffixes: Of the names of its files.
         read: The rows of a file, with some of its columns.
-        text_columns: For the columns of these names that a file has, whether they have text, by
-            its schema or first row; None if nothing says so.
+        text_columns: As `columns_with_text`; None for a format without types.
         may_be_compressed: Whether files may also have the suffixes COMPRESSED.
     """
 
@@ -74,10 +73,10 @@ def allowed_files() -> str:
     return f"{', '.join(suffixes)} ({titles} also with {' or '.join(COMPRESSED)})"
 
 
-def load_files(files: Sequence[Path], columns: Sequence[str], chats: bool = False) -> Any:
+def load_files(files: Sequence[Path], columns: Sequence[str], has_chats: bool = False) -> Any:
     """A `datasets.IterableDataset` of files of one format, with a shard for each.
 
-    A text file is one row, "text". With `chats` values may be of any type.
+    A text file is one row, "text". Values are texts, with `has_chats` of any type.
     """
     import datasets
 
@@ -86,14 +85,16 @@ def load_files(files: Sequence[Path], columns: Sequence[str], chats: bool = Fals
     arguments: dict[str, Any] = {
         "files": [str(file) for file in files],
         "columns": tuple(columns),
-        "chats": chats,
+        "has_chats": has_chats,
     }
     with cache_errors():
         return datasets.IterableDataset.from_generator(read_rows, gen_kwargs=arguments)
 
 
-def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False) -> Iterator[Row]:
-    """The rows of files, with `columns` only; a text or None in each, with `chats` any value.
+def read_rows(
+    files: Iterable[str], columns: Sequence[str], has_chats: bool = False
+) -> Iterator[Row]:
+    """The rows of files, with `columns` only; a text or None in each, with `has_chats` any value.
 
     Raises CorpusError, which names the file.
     """
@@ -101,7 +102,7 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
         path = Path(file)
         try:
             for row in FORMATS[str(file_format(path))].read(path, columns):
-                if not chats:
+                if not has_chats:
                     for column in columns:
                         check_text(row[column], column, file, columns)
                 yield row
@@ -116,10 +117,10 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
 
 
 def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
-    """For the columns of these names that a table has, whether it has text: by the schema, or of
-    JSON by the first row.
+    """For each of these columns that a file has, whether it has text (True) or something else, like
+    lists (False): by the schema, or of JSON by the first row.
 
-    Raises CorpusError.
+    Empty for formats without types (text and CSV). Raises CorpusError.
     """
     text_columns = FORMATS[str(file_format(path))].text_columns
     if text_columns is None:
@@ -260,8 +261,7 @@ def _read_text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """JSON Lines, or one JSON value: a list of objects, an object of columns that spans several
-    lines (one line is one row), or one object.
+    """The rows of JSON Lines, or of one JSON value (`_json_values`).
 
     A key that only some objects have is None in the others; one that none has is an error.
     """
@@ -281,7 +281,15 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values in a JSON file, each with its number, from 1: of JSON Lines that of its line."""
+    """The values in a JSON file, each with its number from 1 on: of JSON Lines that of its line.
+
+    The first line that is not blank decides what the file is:
+
+    - It begins with `[`: the file is one list, whose items are the values.
+    - It is a whole JSON value: JSON Lines.
+    - It is neither: one value of several lines (`_rows_of_value`); or JSON Lines whose first line
+      is broken, if the file has the name of JSON Lines and is no JSON value, or too large for one.
+    """
     with _open(path) as stream:
         lines = enumerate(stream, 1)
         not_blank = ((number, line) for number, line in lines if _without_mark(line).strip())
@@ -292,16 +300,16 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
 
         is_list = first.lstrip().startswith(b"[")
         if is_list or not _is_json(first):
-            has_lines = _has_lines(path) and not is_list
-            # Of JSON Lines the first line may be broken, which is no reason to read a large file
-            rest = stream.read(_MAX_VALUE + 1 if has_lines else -1)
+            may_be_lines = _has_lines(path) and not is_list
+            # A broken first line of JSON Lines is no reason to read a large file
+            rest = stream.read(_MAX_VALUE + 1 if may_be_lines else -1)
+            if may_be_lines and len(rest) > _MAX_VALUE:
+                _parse_line(first, start, path)  # raises, and names the line
             try:
-                if len(rest) > _MAX_VALUE and has_lines:
-                    raise CorpusError(f"line {start} of {path} is not JSON")
                 whole = _parse(first + rest, str(path))
             except CorpusError:
-                if has_lines:
-                    _parse_line(first, start, path)  # its error names the line
+                if may_be_lines:
+                    _parse_line(first, start, path)
                 raise
             yield from enumerate(_rows_of_value(whole), 1)
             return
@@ -373,12 +381,10 @@ def _rows_of_value(value: Any) -> Iterable[Any]:
     """
     if isinstance(value, list):
         return map(_row_of_item, value)
-    if (
-        isinstance(value, dict)
-        and value
-        and all(isinstance(column, list) for column in value.values())
-    ):
-        rows = zip_longest(*value.values())
+
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if columns and all(isinstance(column, list) for column in columns):
+        rows = zip_longest(*columns)
         return [dict(zip(value, row, strict=True)) for row in rows]
     return [value]
 

@@ -62,8 +62,10 @@ class HeldoutDocuments:
 
 
 def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
-    """The `limits` of `HeldoutDocuments` that hold back so many tokens: whole documents in the
-    order of their digests, and the end of the last one, or the whole of it if it cannot be divided.
+    """The `limits` of `HeldoutDocuments` that hold back so many tokens.
+
+    Documents are taken from the lowest digest on, whole, until there are enough tokens. Of the last
+    one only its end is taken, if it can be divided.
     """
     limits: dict[bytes, int] = {}
     hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
@@ -76,7 +78,7 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
 
         length = int(documents.lengths[i])
         limit = 0
-        if documents.divisible:
+        if documents.divisible[i]:
             limit = max(length - tokens, 0)
         limits[digest] = limit
         tokens -= length - limit

@@ -21,7 +21,7 @@ from gqa.corpus.rows import in_lowest_fraction, row_digest
 
 _ROWS = 64  # read at a time
 
-# (columns, whether they are chats) -> a data set of `datasets`
+# (columns, whether they have chats) -> a data set of `datasets`
 Load = Callable[[Sequence[str], bool], Any]
 
 
@@ -34,17 +34,25 @@ class Source:
     """Documents that can be read repeatedly, always in the same order: texts, pairs of a source and
     a target, or chats.
 
+    It is read so:
+
+    1. `chat_column()` looks whether the data has a column of chats (`chat_column.py` says how).
+    2. `columns` are that column, or if there is none `named_columns`.
+    3. `load(columns, has_chats)` opens the data set.
+    4. `_documents_of_batch` makes documents of its rows: what is blank, not accepted or excluded is
+       left out.
+
     Attributes:
         spec: What was typed.
-        load: Loads the data set of `datasets`, from files the named columns alone.
+        load: Loads the data set of `datasets`, of files with these columns alone.
         named_columns: The columns that are asked for: the text, or the source and the target.
-        chat_column: The column of chats, if documents are chats. It may read the first row, so it
-            is called when documents are read.
+        chat_column: Finds the column of chats; None if documents are not chats. It may read the
+            first row, so it is called when documents are read.
         files: Shards, if known.
         separator: What separates documents in a text file.
-        accepts: Accepts the digests of the documents to read; None: all.
-        fraction: The share of the documents that `heldout_part` leaves.
-        excluded: What `excluding` leaves out.
+        accepts: Whether the document of this digest is read; None: all are.
+        fraction: The share of the documents that `heldout_part` keeps; None: all.
+        excluded: The parts of documents that `excluding` leaves out; None: no part.
     """
 
     spec: str
@@ -154,15 +162,17 @@ class Source:
             raise hub_error(error, self.spec) from error
 
     def _documents_of_batch(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
-        """The rows of a batch with text in all columns, cut at the separator."""
+        """The documents of a batch of rows, by column: rows with text in all columns, cut at the
+        separator, without what is not accepted or excluded. Raises CorpusError.
+        """
         columns = self.columns
-        chats = self.has_chats
+        has_chats = self.has_chats
         separator = self.separator
 
         documents = list[tuple[str, ...]]()
         for values in zip(*(batch[column] for column in columns), strict=True):
             row = values
-            if chats:
+            if has_chats:
                 row = Chat((chat_text(values[0], columns[0], self.spec),))
             for column, value in zip(columns, row, strict=True):
                 check_text(value, column, self.spec, columns)
@@ -195,24 +205,25 @@ class Source:
             return self
         files = self.files[index::count]
 
-        def load(columns: Sequence[str], chats: bool) -> Any:
-            return self.load(columns, chats).shard(count, index, contiguous=False)
+        def load(columns: Sequence[str], has_chats: bool) -> Any:
+            return self.load(columns, has_chats).shard(count, index, contiguous=False)
 
         return replace(self, load=load, files=files)
 
     @property
     def n_shards(self) -> int:
+        """The number of shards: files, or those that `datasets` counts in a stream."""
         return len(self.files) or getattr(self._load(), "num_shards", 1)  # of a stream
 
     def heldout_part(self, fraction: float) -> Source:
-        """The held-out documents: about that fraction, those with the lowest hashes."""
+        """Only the held-out documents: those with the lowest hashes, about that fraction of all."""
         assert self.accepts is None
         return replace(
             self, accepts=partial(in_lowest_fraction, fraction=fraction), fraction=fraction
         )
 
     def excluding(self, excluded: Exclusion) -> Source:
-        """The documents without passages of held-out text."""
+        """The documents without the parts that are in held-out text."""
         return replace(self, excluded=excluded)
 
     def without_documents(self, heldout: Callable[[bytes], bool]) -> Source:

@@ -1,8 +1,7 @@
-"""What is typed after `--data` names a source: the built-in corpus, local files, a data set of the
-Hugging Face hub, or text that the model writes.
+"""What is typed after `--data` names a source: text that comes with every installation, local
+files, a data set of the Hugging Face hub, or text that the model writes.
 
-    stdlib:train   stdlib:heldout                          the source of Python's standard library
-    general                                                short documents of many kinds
+    stdlib:train   general                                 built-in text (`BUILT_IN`)
     notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`FORMATS`)
     org/name   org/name:config   org/name:config:split     a data set of the hub
     self   self:1M   self:plain                            generated text, which is no `Source`
@@ -20,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gqa.core.errors import CorpusError, listing
+from gqa.core.errors import CorpusError, alternatives, listing
 from gqa.core.option_types import read_amount
 from gqa.corpus.chat_column import chat_column_of_data, chat_column_of_files
 from gqa.corpus.files import find_files
@@ -35,14 +34,52 @@ from gqa.corpus.stdlib import stdlib_texts
 if TYPE_CHECKING:
     import datasets
 
-GENERAL = "general"  # `gqa.corpus.general`
-_NO_DATA = "no data was passed; pass a file, a directory, a pattern, a hub dataset or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
+
+
+class BuiltIn(NamedTuple):
+    """Text that comes with every installation.
+
+    Attributes:
+        texts: Yields its documents.
+        heldout: The spec of the text that is held out of a training on this one alone, if no other
+            is named; None: documents of this one are held out.
+    """
+
+    texts: Callable[[], Iterable[str]]
+    heldout: str | None = None
+
+
+GENERAL = "general"
+# By spec, which may be a name or NAME:PART
+BUILT_IN = {
+    "stdlib:train": BuiltIn(partial(stdlib_texts, "train"), heldout="stdlib:heldout"),
+    "stdlib:heldout": BuiltIn(partial(stdlib_texts, "heldout")),
+    GENERAL: BuiltIn(general_texts),
+}
+
+
+def heldout_of_built_in(specs: Sequence[str]) -> str | None:
+    """The spec of the text that is held out of a training on `specs`, if it comes with them."""
+    if len(specs) != 1 or specs[0] not in BUILT_IN:
+        return None
+    return BUILT_IN[specs[0]].heldout
+
+
+def _no_data() -> CorpusError:
+    """The error if no source was named."""
+    kinds = ["a file", "a directory", "a pattern", "a hub dataset", *BUILT_IN]
+    return CorpusError(f"no data was passed; pass {alternatives(kinds)}")
 
 
 def is_self(spec: str) -> bool:
     """Whether a spec means generated text: `self`, `self:1M`, `self:plain`."""
-    return spec.split(":")[0] == "self"
+    return _name_of(spec) == "self"
+
+
+def _name_of(spec: str) -> str:
+    """`stdlib` of `stdlib:train`."""
+    return spec.partition(":")[0]
 
 
 def parse_self(spec: str) -> tuple[int | None, bool]:
@@ -92,7 +129,7 @@ def parse_source(
         CorpusError: The spec names nothing, or plain text that has no target.
     """
     if not spec.strip():
-        raise CorpusError(_NO_DATA)
+        raise _no_data()
     if target_column == text_column:
         raise CorpusError(
             f"--text-column and --target-column of {spec} are the same column; pass two different "
@@ -103,11 +140,8 @@ def parse_source(
     if target_column:
         columns = (text_column, target_column)
 
-    if spec == "stdlib" or spec.startswith("stdlib:"):
-        return _stdlib_source(spec, columns)
-    if spec == GENERAL:
-        _refuse_target(spec, columns)
-        return Source(spec, partial(_load_texts, general_texts))
+    if _name_of(spec) in map(_name_of, BUILT_IN):
+        return _built_in_source(spec, columns)
     if _names_files(spec):
         return _file_source(spec, columns, separator)
     if match := _HUB_NAME.fullmatch(spec):
@@ -119,19 +153,19 @@ def parse_source(
     )
 
 
-def _stdlib_source(spec: str, columns: tuple[str, ...]) -> Source:
-    """The built-in corpus."""
-    side = spec.removeprefix("stdlib:")
-    if side not in ("train", "heldout"):
-        raise CorpusError(f"there is no {spec}; pass stdlib:train or stdlib:heldout")
+def _built_in_source(spec: str, columns: tuple[str, ...]) -> Source:
+    """Built-in text. Raises CorpusError if the text of this name has no such part."""
+    if spec not in BUILT_IN:
+        parts = [known for known in BUILT_IN if _name_of(known) == _name_of(spec)]
+        raise CorpusError(f"there is no {spec}; pass {alternatives(parts)}")
     _refuse_target(spec, columns)
-    return Source(spec, partial(_load_texts, partial(stdlib_texts, side)))
+    return Source(spec, partial(_load_texts, BUILT_IN[spec].texts))
 
 
 def _load_texts(
-    texts: Callable[[], Iterable[str]], columns: Sequence[str], chats: bool
+    texts: Callable[[], Iterable[str]], columns: Sequence[str], has_chats: bool
 ) -> datasets.Dataset:
-    """The data set of texts that every installation has, a `Load`."""
+    """The data set of built-in text, a `Load`."""
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(texts())})
@@ -177,7 +211,7 @@ def _hub_source(
     load = cache(partial(load_hub, name, config, split, streaming))
     return Source(
         spec,
-        lambda columns, chats: load(),
+        lambda columns, has_chats: load(),
         columns,
         chat_column=cache(partial(chat_column_of_data, name, load, columns)),
     )
@@ -221,7 +255,7 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     Raises CorpusError, also for a file or data set that is named twice.
     """
     if not specs:
-        raise CorpusError(_NO_DATA)
+        raise _no_data()
     sources = tuple(parse_source(spec, **options) for spec in specs)
 
     names = list[str | Path]()

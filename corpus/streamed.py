@@ -2,13 +2,15 @@
 way.
 
 A stream is read in n lanes side by side; lane i has every nth shard (file) of the source from shard
-i on. Blocks come from the lanes in turn, so each process reads only the shards of its blocks. The
-number of lanes depends on the batch and the shards, not on the number of processes.
+i on. Blocks come from the lanes in turn: block b of the stream is block b // n of lane b % n. So
+each process reads only the shards of its blocks. The number of lanes depends on the batch and the
+shards, not on the number of processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypedDict
 
@@ -27,7 +29,9 @@ _BATCH = 64  # documents tokenized at a time
 
 
 class LaneState(TypedDict, total=False):
-    """Where a lane is read on. Empty: at the start. Never changed in place."""
+    """Where a lane is read on: after one of its blocks. Empty: at the start. Never changed in
+    place.
+    """
 
     data: dict[str, Any] | None  # the state of its data set
     rest: Any  # the tokens of its last document that are in no block yet; a list once saved
@@ -36,16 +40,16 @@ class LaneState(TypedDict, total=False):
 
 
 class Bookmark(NamedTuple):
-    """Where all lanes are, by lane."""
+    """Where all lanes are, by lane: the number of the next block, and the state before it."""
 
-    next_blocks: list[int]
+    next_numbers: list[int]
     states: list[LaneState]
 
 
 def saved_lanes_of(bookmark: Bookmark) -> list[Any]:
     """`StreamedBlocks.saved_lanes` at a bookmark."""
     saved_lanes = list[Any]()
-    by_lane = zip(bookmark.next_blocks, bookmark.states, strict=True)
+    by_lane = zip(bookmark.next_numbers, bookmark.states, strict=True)
     for lane, (number, state) in enumerate(by_lane):
         if number:  # else nothing of the lane has been read
             saved_lanes.append([lane, number, state | {"rest": state["rest"].tolist()}])
@@ -53,7 +57,8 @@ def saved_lanes_of(bookmark: Bookmark) -> list[Any]:
 
 
 class StreamedBlocks:
-    """Endless blocks: an exhausted source starts again.
+    """Endless blocks: an exhausted source starts again, perhaps with its shards in another order,
+    which `datasets` draws by the epoch.
 
     The number of lanes divides the batch, and the source has at least as many shards.
 
@@ -80,29 +85,19 @@ class StreamedBlocks:
         self._size = block_size
         self._shards = source.n_shards
         most_lanes = min(self._shards, _LANES, batch)
-        self.lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
-        # By lane: its next block, where it is read on for that block, and the blocks from there.
-        self._next_blocks = [0] * self.lanes
-        self._states = [LaneState()] * self.lanes
-        # The generator reads `_states[lane]` when its first block is taken, not here.
-        self._blocks = [self._read(lane) for lane in range(self.lanes)]
+        self._n_lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
+        self._lanes = [_Lane(partial(self._read, lane)) for lane in range(self._n_lanes)]
 
     def __str__(self) -> str:
         """The source and the number of lanes, on which the blocks depend."""
         if self._shards == 1:
             return self.source.spec
-        return f"{self.source.spec} ({self._shards} files, {self.lanes} at a time)"
+        return f"{self.source.spec} ({self._shards} files, {self._n_lanes} at a time)"
 
     def __getitem__(self, index: int) -> Block:
         """Block `index`; its lane is read forward, or again from the start."""
-        number, lane = divmod(index, self.lanes)
-        if number < self._next_blocks[lane]:
-            self.seek([[lane, 0, {}]])
-
-        for _ in range(self._next_blocks[lane], number + 1):
-            block, self._states[lane] = next(self._blocks[lane])
-        self._next_blocks[lane] = number + 1
-        return block
+        number, lane = divmod(index, self._n_lanes)
+        return self._lanes[lane].read_to(number)
 
     @property
     def saved_lanes(self) -> list[Any]:
@@ -111,7 +106,9 @@ class StreamedBlocks:
 
     def bookmark(self) -> Bookmark:
         """Where all lanes are, for `saved_lanes_of`; quick to take before every step."""
-        return Bookmark([*self._next_blocks], [*self._states])
+        next_numbers = [lane.next_number for lane in self._lanes]
+        states = [lane.state for lane in self._lanes]
+        return Bookmark(next_numbers, states)
 
     def seek(self, saved_lanes: list[Any]) -> None:
         """Read on from the `saved_lanes` of all processes of a run, taken after the same step.
@@ -126,13 +123,12 @@ class StreamedBlocks:
 
         # Sorted: the furthest of a lane comes last, and replaces the others.
         for lane, number, state in sorted(saved_lanes, key=lambda saved: saved[:2]):
-            self._next_blocks[lane] = number
-            self._states[lane] = state | {"rest": np.array(state.get("rest", ()), int)}
-            self._blocks[lane] = self._read(lane)
+            rest = np.array(state["rest"], int)
+            self._lanes[lane].restart(number, state | {"rest": rest})
 
     def _check_files(self, state: LaneState) -> None:
         """Raise RefusedError if the source had another number of shards in this state of a lane."""
-        # The state of a start has no such entry, nor have all that were saved.
+        # States of earlier versions have no such entry
         before = state.get("files", self._shards)
         if before != self._shards:
             raise RefusedError(
@@ -140,30 +136,26 @@ class StreamedBlocks:
                 "the run was saved; start over with --overwrite"
             )
 
-    def _read(self, lane: int) -> Iterator[tuple[Block, LaneState]]:
-        """The blocks of a lane from its state on, each with the state after it.
-
-        As a generator, it reads the lane's state at the first block.
-        """
-        state = self._states[lane]
-        part = self.source.shard(self.lanes, lane)
+    def _read(self, lane: int, state: LaneState) -> Iterator[tuple[Block, LaneState]]:
+        """The blocks of a lane from a state on, each with the state after it."""
+        part = self.source.shard(self._n_lanes, lane)
         documents = _LaneDocuments(part, self._tokens, self._name_of(lane), state)
         for block, rest in pack(documents, self._size, state.get("rest", ())):
-            after = LaneState(
+            state_after = LaneState(
                 data=documents.position,
                 rest=rest,
                 counts=documents.any_counts,
                 files=self._shards,
             )
-            yield block, after
+            yield block, state_after
 
     def _name_of(self, lane: int) -> str:
         """The source; of several lanes, the files of it that this one reads."""
-        if self.lanes == 1:
+        if self._n_lanes == 1:
             return self.source.spec
         return (
             f"{self.source.spec} (of its {self._shards} files number {lane + 1} and each "
-            f"{self.lanes} later)"
+            f"{self._n_lanes} later)"
         )
 
     def _tokens(self, texts: list[str]) -> dict[str, list[Any]]:
@@ -176,6 +168,39 @@ class StreamedBlocks:
                 for column, values in columns.items():
                     values.append(row[column][:limit])
         return columns
+
+
+class _Lane:
+    """The blocks of a lane, numbered from 0 on, which are read one after the other.
+
+    Attributes:
+        next_number: The number of the block that is read next.
+        state: Where the lane is read on for it.
+    """
+
+    def __init__(self, read: Callable[[LaneState], Iterator[tuple[Block, LaneState]]]) -> None:
+        """`read`: the blocks from a state on, each with the state after it."""
+        self._read = read
+        self.restart(0, LaneState())
+
+    def restart(self, number: int, state: LaneState) -> None:
+        """Read on with this block, from the state before it."""
+        self.next_number = number
+        self.state = state
+        self._blocks = self._read(state)
+
+    def read_to(self, number: int) -> Block:
+        """The block of this number: those before it are read too, from the start if it lies behind.
+
+        Raises RefusedError and CorpusError.
+        """
+        if number < self.next_number:
+            self.restart(0, LaneState())
+
+        while self.next_number <= number:
+            block, self.state = next(self._blocks)
+            self.next_number += 1
+        return block
 
 
 class _LaneDocuments:
@@ -217,21 +242,26 @@ class _LaneDocuments:
         document of `rest`. Raises RefusedError and CorpusError.
         """
         first_epoch = self.position["epoch"] if self.position else 0
+        # A lane that is continued may be at the end of its first epoch
+        may_be_at_end = self.position is not None
         for epoch in count(first_epoch):
             self._data.set_epoch(epoch)
+            has_text = False
             for row in self._source.read(self._data):
+                has_text = True
                 self.position = self._data.state_dict()
                 counts = LOSS_MASK not in row or any(row[LOSS_MASK])
                 self.any_counts = self.any_counts or counts
                 yield tokens_of_row(row)
 
-            if self.position is None:
+            if not has_text and not may_be_at_end:
                 raise CorpusError(
                     f"{self._name} has no text to train on: it is empty, blank, or all held out; "
                     "pass other text"
                 )
             if not self.any_counts:
                 raise RefusedError(nothing_counts(self._name))
+            may_be_at_end = False
 
 
 def tokens_of_row(row: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ LOSS_MASK = "loss_mask"  # the column, where not all tokens count in the loss
 _BATCH = 64  # documents tokenized at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Documents:
     """D tokenized documents, or pairs, of one or several sources.
 
@@ -34,12 +34,12 @@ class Documents:
         data: A memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target"),
             of loss masks where not all tokens count ("loss_mask"), and the "digest" of each text.
         fingerprint: A hash of texts and tokenizer.
-        divisible: Whether a part of a document is a document too.
+        divisible: (D,) whether a part of each document is a document too (`is_divisible`).
     """
 
     data: Any
     fingerprint: str
-    divisible: bool = True
+    divisible: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -169,9 +169,9 @@ def tokenize_source(
 
     key = f"gqa tokens {source.identify()} {identity}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
-    data = _stored(rows, features, fingerprint)
+    data = _from_cache(rows, features, fingerprint)
     is_text = not source.has_chats and len(source.columns) == 1
-    return Documents(data, fingerprint, divisible=is_text)
+    return Documents(data, fingerprint, divisible=np.full(len(data), is_text))
 
 
 def join(parts: Sequence[Documents]) -> Documents:
@@ -182,14 +182,17 @@ def join(parts: Sequence[Documents]) -> Documents:
     return Documents(
         datasets.concatenate_datasets([part.data for part in parts]),
         hashlib.sha256(keys.encode()).hexdigest()[:32],
-        divisible=all(part.divisible for part in parts),
+        divisible=np.concatenate([part.divisible for part in parts]),
     )
 
 
-def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
-    """A `datasets.Dataset` of rows, which is taken from the cache if it is there, and else stored.
+def _from_cache(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
+    """The `datasets.Dataset` of this key in the cache; if there is none, `rows` are stored there.
 
-    key: Its name in the cache: a hash of all that the rows depend on.
+    Args:
+        rows: Makes the rows, if they are needed.
+        features: The types of their columns.
+        key: A hash of all that the rows depend on.
 
     Raises CorpusError and CacheError.
     """

@@ -72,7 +72,7 @@ class Ablation:
         plans = self._plan_conversions()
         self.cells = options.cells(plans[0].config.main_heads.kv)
         self._text = self._read_heldout()
-        if any(plan.reads_text for plan in plans):
+        if any(plan.method.reads == "text" for plan in plans):
             options.maps_options.text.check_sources(
                 self.subject.checkpoint, flag("calibration_tokens")
             )

@@ -14,22 +14,30 @@ from gqa.convert.heads.family import heads_suffix
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.table import METHODS
+from gqa.convert.methods.unmerged import Unmerged
 from gqa.convert.options import ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
 from gqa.core.option_types import COUNT, FROM_ZERO, SHARE, OneOf, tokens_type
 from gqa.core.options import HARDWARE, MAIN, OUTPUT, Options, flag, option, same_as
-from gqa.corpus.specs import is_self
+from gqa.corpus.specs import BUILT_IN, is_self
 from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
-UNMERGED = "none"  # the method of cells with as many KV heads as the base model
+UNMERGED = Unmerged.name  # the method of cells with as many KV heads as the base model
 BASE = "base model"  # what reports call it
 ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
+
+# Built-in text whose held-out text comes with it
+_NOT_REQUIRED = " and ".join(
+    f"with --data {spec}, for which {text.heldout} is used"
+    for spec, text in BUILT_IN.items()
+    if text.heldout
+)
 
 # What an error calls the entries of a study's identity that are not options.
 _NAMES_OF_ENTRIES = {
@@ -147,7 +155,7 @@ class AblateOptions(Options):
         TrainOptions,
         "heldout_fraction",
         help="Share of the documents to hold out and evaluate on, instead of --heldout. One of the "
-        "two is required, except with --data stdlib:train, for which stdlib:heldout is used.",
+        f"two is required, except {_NOT_REQUIRED}.",
         group="Text",
     )
     context: int | None = option(

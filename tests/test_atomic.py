@@ -38,6 +38,8 @@ from gqa.checkpoint import output_directory, writer
 from gqa.checkpoint.write import copy_range, replacing, write_tensor
 from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.convert.plan import Shard
+from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.core.errors import OutputError, RefusedError
 
 KEPT = (
@@ -206,7 +208,7 @@ PLACES = {
     "write_tensor": rewrite,
     "copy_file": writer,
     "write_text": writer,
-    "verify": rewrite,
+    "verify": ConvertedCheckpoint,
     "fsync_directory": output_directory,
 }
 ERRORS = [
@@ -310,16 +312,16 @@ def test_a_damaged_copy_is_noticed(
     source = llama(
         tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1
     )
-    verify_shard = rewrite.verify_shard
+    verify_shard = ConvertedCheckpoint.verify_shard
 
-    def damage_and_verify(plan: Any, path: Path, *rest: Any) -> None:
+    def damage_and_verify(writer: ConvertedCheckpoint, path: Path, shard: Shard) -> None:
         data = bytearray(path.read_bytes())
         data[offset] ^= 1
         path.write_bytes(data)
-        verify_shard(plan, path, *rest)
+        verify_shard(writer, path, shard)
 
     # A disk that returns other bytes than were written
-    monkeypatch.setattr(rewrite, "verify_shard", damage_and_verify)
+    monkeypatch.setattr(ConvertedCheckpoint, "verify_shard", damage_and_verify)
     with pytest.raises(OutputError, match=re.escape(says)) if says else contextlib.nullcontext():
         convert_checkpoint(source, 2, tmp_path / "out", method="mean")
     assert (tmp_path / "out").exists() == (says is None)

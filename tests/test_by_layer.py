@@ -238,7 +238,7 @@ def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path:
     """
     text = CalibrationText(tokens=512, length=16)
     how = MapsOptions(
-        text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu"
+        text=text, refinement=Refinement(steps=2, blocks_per_step=4, autocast=False), device="cpu"
     )
     one = convert_checkpoint(source, 2, tmp_path / "one", method=method, maps_options=how).out
     two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, maps_options=how).out

@@ -33,7 +33,9 @@ def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
 def test_batches_do_not_matter(name: str, batch: int, tmp_path: Path) -> None:
     """Sums over batches, the last one smaller, with masks and positions for each size."""
     directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
-    assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=batch), rel=1e-4)
+    assert layer_errors(directory) == pytest.approx(
+        layer_errors(directory, most_blocks=batch), rel=1e-4
+    )
 
 
 def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_a_sample_of_few_long_blocks_is_of_blocks_that_count(
         sampled.extend(rows.tolist() for rows in refined.fitted_batches())
         return fit_module(task)
 
-    Calibrator(plan_of(source), Ids(count=4).ids(), on_ids(batch=1), sample).run(0)
+    Calibrator(plan_of(source), Ids(count=4).ids(), on_ids(most_blocks=1), sample).run(0)
     assert sampled == [[1]]
 
 
@@ -122,7 +124,7 @@ def test_every_module_of_an_encoder_decoder_is_refined(
         calibrator = Calibrator(
             plan_of(encoding, "refined"),
             pairs(TINY["gqa_t5"].tokens, padding),
-            on_ids(refinement=how, batch=12),
+            on_ids(refinement=how, most_blocks=12),
             METHODS["refined"].fit,
         )
         results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
@@ -149,7 +151,7 @@ def refined(
         lambda rows: ((hidden[rows],), {}),
         targets,
         counted,
-        Refinement(batch=8, autocast=False, **how),
+        Refinement(blocks_per_step=8, autocast=False, **how),
     )
 
 
@@ -219,11 +221,13 @@ def test_validation_blocks_are_new_to_the_start(source: Path, method: str) -> No
         assert torch.equal(one, other) is (method == "refined"), part
 
 
-def test_records_call_validation_by_its_older_name() -> None:
+def test_records_call_settings_of_training_by_their_older_names() -> None:
     """Else stored layers of a run that was stopped would be those of another run."""
     described = METHODS["refined"].describe_options(MapsOptions())["refinement"]
     assert described["heldout"] == Refinement().validation
-    assert described.keys() ^ vars(Refinement()).keys() == {"heldout", "validation"}
+    assert described["batch"] == Refinement().blocks_per_step
+    renamed = {"heldout", "validation", "batch", "blocks_per_step"}
+    assert described.keys() ^ vars(Refinement()).keys() == renamed
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", False), ("float16", True)])
@@ -259,7 +263,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         task.apply(replace(result.maps, output=None))
         given = [
             capture.head_outputs
-            for capture in task.converted_attention.capture(task.stream, "head_outputs")
+            for capture in task.converted_attention.capture(task.inputs, "head_outputs")
         ]
         root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
@@ -273,7 +277,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         errors.append(left)
         return result
 
-    options = on_ids(batch=24, ridge=0.0, grouping="contiguous")
+    options = on_ids(most_blocks=24, ridge=0.0, grouping="contiguous")
     Calibrator(plan_of(source), Ids().ids(), options, compared).run(0)
     assert errors
 
@@ -317,7 +321,7 @@ def test_dead_heads_are_merged(
             weight.data.narrow(dim, 0, weight.shape[dim] // share).zero_()
     source = write_checkpoint(model, tmp_path / "source")
     options = on_ids(
-        ridge=0.0, text=Ids(high=tiny.tokens), refinement=Refinement(steps=4, batch=16)
+        ridge=0.0, text=Ids(high=tiny.tokens), refinement=Refinement(steps=4, blocks_per_step=16)
     )
     expected, lost = logits(tiny, model, inputs(tiny)), {}
     for method in ("mean", "refined", *(["aligned"] if name in ("llama", "glm", "phi") else [])):

@@ -18,6 +18,7 @@ import torch
 import transformers
 from support import checkpoints
 from support.calibrations import SHORT, plan_of
+from support.checkpoints import check_refused, edit_json
 from support.embedded import counting
 from support.evaluations import with_tokenizer
 from support.families import write_checkpoint
@@ -25,7 +26,7 @@ from support.faults import kill_conversion_after_a_layer
 from support.patches import log_every_line
 from support.scrambled import find_maps, on_ids
 from support.tiny_models import TINY, build
-from support.training import Runs, difference
+from support.training import Runs, difference, tiny_checkpoint
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
@@ -475,12 +476,36 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_layer_that_cannot_compute_is_refused_at_its_first_run(tmp_path: Path) -> None:
+    """A router that asks for more experts than there are."""
+    model = tiny_checkpoint(tmp_path / "mixtral", "mixtral")
+    (tmp_path / "text.txt").write_text(counting())
+    edit_json(model / "config.json", lambda config: config.update(num_experts_per_tok=99))
+    text = ("--data", tmp_path / "text.txt", "--tokens", 256, "--context", 16)
+    check_refused(
+        checkpoints.run(model, "-g", 1, "-o", tmp_path / "out", "--method", "calibrated", *text),
+        "a layer MixtralDecoderLayer cannot be run layer by layer: ",
+        "; use --method first, mean",
+    )
+
+
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
-MOST = (
-    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(8 to refine it\); "
-    r"lower --context, or pass"
-)
+MOST = "out of memory on cpu with 64 blocks of 16 tokens in a layer at a time; lower --context, or"
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
+
+
+def test_no_memory_for_measuring_layers_is_told_with_what_to_do(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for calibrating them."""
+    # What torch raises for too little memory
+    monkeypatch.setattr(f"{MLP}.forward", Mock(side_effect=NO_MEMORY))
+    (tmp_path / "text.txt").write_text(counting())
+    text = ("--data", tmp_path / "text.txt", "--tokens", 256, "--context", 16)
+    check_refused(
+        checkpoints.run(small, "-o", tmp_path / "out", "--kv-budget", 0.5, *text),
+        "out of memory on cpu with 8 blocks of 16 tokens in a layer at a time; lower --context",
+    )
 
 
 @pytest.mark.parametrize(

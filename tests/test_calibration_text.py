@@ -24,6 +24,8 @@ from support.embedded import (
     tokenizer,
     without_bos,
 )
+from support.families import write_checkpoint
+from support.tiny_models import TINY, build
 from support.training import PAIRS
 from torch import Tensor
 from transformers import M2M100Tokenizer
@@ -214,6 +216,36 @@ def test_the_estimate_is_of_the_blocks_that_are_generated() -> None:
         return calibration_workload(plan, MapsOptions(text=text)).cache_bytes
 
     assert cache_bytes(3 * LENGTH - 1) == cache_bytes(2 * LENGTH)
+
+
+def test_the_estimate_is_of_the_pairs_that_are_generated(tmp_path: Path) -> None:
+    """By default an encoder-decoder writes all of its text, each pair in two sequences."""
+    model = write_checkpoint(build(TINY["gqa_t5"], 4), tmp_path / "t5")
+    plan = plan_conversion(model, 1, method="calibrated")
+
+    def cache_bytes(text: CalibrationText) -> float:
+        return calibration_workload(plan, MapsOptions(text=text)).cache_bytes
+
+    text = CalibrationText(tokens=64 * LENGTH, length=LENGTH)
+    sequences = 2 * 64
+    read = plan.cache_before.bytes_per_token * LENGTH / 2  # by each token, on average
+    assert cache_bytes(text) == sequences * LENGTH * read
+
+
+def test_short_text_of_which_some_is_held_out_is_told_as_too_short(tmp_path: Path) -> None:
+    """It has as many blocks as calibration asks for, but an eighth of them measure the result."""
+    recorder = Recorder()
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(map(str, range(9000))))
+    all_text = CalibrationText((str(file),), 10**6, LENGTH, repeats=False)
+    n_blocks = len(reader(all_text).blocks_and_heldout()[0])
+    text = CalibrationText((str(file),), n_blocks * LENGTH, LENGTH, repeats=False)
+
+    found, held_out = reader(text, watcher=recorder).blocks_and_heldout(10 * LENGTH)
+
+    assert len(held_out) == 10
+    (warning,) = recorder.warnings
+    assert f"has only {len(found):,} of the {n_blocks:,} blocks" in warning
 
 
 def test_held_out_blocks_of_one_source_do_not_hide_that_another_is_short(tmp_path: Path) -> None:
@@ -488,7 +520,7 @@ def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
     for mask in (given["attention_mask"], given["decoder_attention_mask"]):
         mask[16:, mask.shape[1] // 2 :] = 0
     for pair_inputs in (given, {key: part.flip(0) for key, part in given.items()}):
-        calibrator = Calibrator(plan, pair_inputs, MapsOptions(batch=8, device="cpu"))
+        calibrator = Calibrator(plan, pair_inputs, MapsOptions(most_blocks=8, device="cpu"))
         errors.append(
             [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
         )

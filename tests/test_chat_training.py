@@ -28,7 +28,7 @@ from support.chats import (
     write_chats,
 )
 from support.checkpoints import check_refused, edit_json, run
-from support.embedded import SOURCE
+from support.embedded import SOURCE, counting
 from support.faults import kill_at
 from support.patches import use_data_cache
 from support.tiny_models import TINY, build
@@ -82,9 +82,9 @@ def marks(one: Any) -> list[int]:
     return [int(counts) for counts in mask]
 
 
-def opened(data: Path, template: str = CHATML, **given: Any) -> Dataloader:
+def opened(*data: Path, template: str = CHATML, **given: Any) -> Dataloader:
     options = {"steps": 10, "batch_size": 2, "repeats": False, "assistant_only_loss": True} | given
-    options = TrainOptions("m", Path("o"), data=(str(data),), **options)
+    options = TrainOptions("m", Path("o"), data=tuple(map(str, data)), **options)
     encoders = Encoders(
         with_template(template), "m", assistant_only_loss=options.assistant_only_loss
     )
@@ -145,6 +145,38 @@ def test_chats_are_held_out_whole(chats: Path) -> None:
     length = len(rendered(first[0]))
     starts = range(len(trained) - length)
     assert not any(trained[start : start + length] == held[:length] for start in starts)
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One document, much longer than all chats together."""
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text(counting(20_000))
+    return path
+
+
+def test_of_a_book_beside_chats_the_end_is_held_out(chats: Path, book: Path) -> None:
+    """More is wanted than the chats have, so the book is one of the documents taken."""
+    wanted = 8192
+    assert sum(len(rendered(one)) for one in CHATS) < wanted
+    mixed = {"assistant_only_loss": False, "heldout_tokens": wanted}
+    of_book = opened(book, **mixed)
+    assert of_book.data_tokens is not None
+
+    loader = opened(chats, book, **mixed)
+
+    assert loader.data_tokens is not None
+    assert loader.data_tokens > of_book.data_tokens - wanted
+    assert len(loader.heldout_blocks) == wanted // SIZE
+
+
+def test_a_book_beside_chats_is_no_chat_longer_than_a_block(tmp_path: Path, book: Path) -> None:
+    short = [[{"role": "user", "content": f"question {number}"}] for number in range(30)]
+    file = write_chats(tmp_path / "short.jsonl", *short)
+
+    loader = opened(file, book, assistant_only_loss=False, heldout_tokens=SIZE)
+
+    assert "longer than a block" not in loader.summary
 
 
 def test_held_out_blocks_have_something_to_predict(tmp_path: Path) -> None:

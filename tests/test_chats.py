@@ -125,6 +125,20 @@ def test_a_template_that_refuses_a_chat_is_named_with_the_chat() -> None:
         encoded(LLAMA2, *both)
 
 
+def test_a_chat_that_begins_with_the_assistant_is_named_if_nothing_is_written_before_it() -> None:
+    """The templates of Llama 3 and Qwen2.5 read the first message outside of their loop, too."""
+    template = "{% if messages[0].role == 'system' %}{{ '[system]' }}{% endif %}" + CHATML
+    answers_first = chat(0)[1:]
+    assert len(encoded(template, answers_first)) == 1
+
+    says = (
+        r"begins with the assistant \('answer 0: it is 0.*'\), and the chat template of m writes "
+        r"no prompt before it \(.*no element 0\); add .* marks"
+    )
+    with pytest.raises(CorpusError, match=says):
+        encoded(template, answers_first, assistant_only_loss=True)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -19,6 +19,7 @@ from support.tiny_models import TINY, build
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods.calibrated import Calibrated
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
@@ -88,14 +89,14 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
         refused = run("-g", 2, "--method", "aligned", model)
         check_refused(refused, says if "align" in says else "", "; use --method first")
     unmerged = plan_conversion(model, 4)
-    assert unmerged.method_name == "none", "nothing is refused where nothing is merged"
+    assert unmerged.method.name == "none", "nothing is refused where nothing is merged"
 
 
 @pytest.mark.parametrize("name", [name for name in ALLOWED if "refined" in ALLOWED[name][1]])
 def test_the_default_is_refined_where_the_model_allows_it(name: str, tmp_path: Path) -> None:
     model = tiny(name, tmp_path / "m")
     assert ConvertOptions("m", kv_heads=2).method == "refined"
-    assert plan_conversion(model, 2).method_name == "refined"
+    assert plan_conversion(model, 2).method.name == "refined"
 
 
 def test_a_model_that_the_default_cannot_convert_is_refused_with_what_can(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_model_that_the_default_cannot_convert_is_refused_with_what_can(tmp_pa
 def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path) -> None:
     """A matrix or a norm too many in the last layer: what it reads is not known."""
     model = llama(tmp_path / "m", shards=1)
-    assert plan_conversion(model, 2, method="aligned").method_name == "aligned"
+    assert plan_conversion(model, 2, method="aligned").method.name == "aligned"
     for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
         edit_tensors(
             model,
@@ -135,7 +136,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     use_speed(monkeypatch, 1e4)
     # After what is printed first
     # The estimate alone: nothing is converted
-    monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))
+    monkeypatch.setattr(api, "convert", lambda *arguments, **options: sys.exit(3))
     done = run("-g", 2, model)
     done.expect(3)
     assert done.out.count("\n") == 1
@@ -150,6 +151,31 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done = run(*calibrated, model)
     assert re.match(r"estimate    about \d+ days on cpu; --method aligned takes about ", done.out)
     done = run(*calibrated, tiny("mixtral", tmp_path / "experts"))  # does not allow `aligned`
+    assert re.fullmatch(r"estimate    about \d+ days on cpu\n", done.out)
+
+
+def test_a_control_that_computes_maps_is_estimated_and_compared_with_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place among the methods does not say how good it is."""
+
+    class Control(Calibrated):
+        is_control = True
+
+    monkeypatch.setitem(METHODS, "calibrated", Control())
+    model = llama(tmp_path / "m", shards=1)
+    words = ("-g", 2, "--method", "calibrated", model)
+    monkeypatch.setattr(devices, "total_memory", lambda device: 1 << 20)
+    use_speed(monkeypatch, 1e4)
+    planned = run(*words, "--dry-run")
+    (marked,) = (line for line in planned.out.splitlines() if line.endswith("  <- this plan"))
+    assert marked.startswith("estimate    calibrated  about ")
+    assert "warning: --method calibrated takes about " in planned.err
+
+    # The estimate alone: nothing is converted
+    monkeypatch.setattr(api, "convert", lambda *arguments, **options: sys.exit(3))
+    done = run(*words)
+    done.expect(3)
     assert re.fullmatch(r"estimate    about \d+ days on cpu\n", done.out)
 
 

@@ -110,6 +110,38 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
     assert found.back.isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_maps_of_keys_come_before_the_factor_of_rotated_dimensions(factor: float) -> None:
+    """YaRN multiplies the two rotated dimensions of these heads, the maps mix them with the others:
+    scores of the weights' heads stay, and do not with maps of the scaled ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stored = normal(generator, 500, 4) @ normal(generator, 4, 8)  # keys by the weights
+    queries = normal(generator, 500, 4)
+    scale = torch.tensor([factor, factor, 1, 1], dtype=torch.float64)
+    measured = stored * scale.repeat(2)
+
+    def error(told: float) -> float:
+        found = shared_key(
+            measured.T @ measured / 500,
+            ((queries * scale).T @ (queries * scale)).expand(2, 4, 4),
+            torch.zeros(8, dtype=torch.float64),
+            torch.ones(2, 3, dtype=torch.float64),
+            Rotary(2, frequencies=(0.0,), longest=100, factor=told),
+        )
+        worst = 0.0
+        for head in range(2):
+            scores = (queries * scale) @ measured[:, 4 * head : 4 * head + 4].T
+            merged_queries = queries @ found.back[head].T * scale
+            merged = merged_queries @ (stored @ found.merge.T * scale).T
+            worst = max(worst, float((merged - scores).norm() / scores.norm()))
+        return worst
+
+    assert error(factor) < 1e-6
+    if factor != 1:
+        assert error(1.0) > 0.05
+
+
 def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
     """Scores of rotated keys at distances of each head's own: less error than with each frequency
     alone, with distances that are the same in all heads, or with maps near by.

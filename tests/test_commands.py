@@ -208,6 +208,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
         ("calibrated --data notes.txt --text-column body --separator x", True),
         ("calibrated --refine-steps 7", False),
         ("refined --refine-steps 7 --context 64 --precision bfloat16", True),
+        ("mean --no-check", False),
     ],
 )
 def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
@@ -237,6 +238,13 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
     assert leftovers(tmp_path) == []
     assert (tmp_path / name / "config.json").is_file()
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
+
+
+def test_a_method_that_has_nothing_to_do_is_told_of_if_it_was_typed(tmp_path: Path) -> None:
+    """The default one too."""
+    words = ("--kv-heads", 4, "--dry-run", llama(tmp_path / "m"))
+    assert "note        --method is not used: " in run(*words, "--method", "refined").out
+    assert "note " not in run(*words).out
 
 
 def option_names(program: str) -> list[str]:

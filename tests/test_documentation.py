@@ -15,6 +15,7 @@ import sys
 import threading
 import tomllib
 from dataclasses import MISSING
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from gqa.convert.methods.text_method import TextMethod
 from gqa.convert.methods.weights_method import WeightsMethod
 from gqa.core.devices import fast_dtype
 from gqa.core.options import _types
+from gqa.corpus.specs import BUILT_IN, BuiltIn
+from gqa.eval import metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
@@ -203,8 +206,6 @@ def small_world(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
 ) -> Path:
     """The working directory, with stand-ins, small defaults, and a library of ten modules."""
-    from gqa.corpus.stdlib import stdlib_texts
-
     shutil.copytree(stand_ins, tmp_path, symlinks=True, dirs_exist_ok=True)
     for program, kind in OPTIONS.items():
         fields = kind.__dataclass_fields__
@@ -218,10 +219,10 @@ def small_world(
         monkeypatch.setattr(kind.__init__, "__defaults__", defaults)
     train_on_few_tokens(monkeypatch)
     # Ten short modules instead of thousands
-    monkeypatch.setattr(
-        "gqa.corpus.specs.stdlib_texts",
-        lambda side: (text[:1200] for text in islice(stdlib_texts(side), 10)),
-    )
+    for spec in ("stdlib:train", "stdlib:heldout"):
+        short_texts = [text[:1200] for text in islice(BUILT_IN[spec].texts(), 10)]
+        short = BUILT_IN[spec]._replace(texts=partial(list, short_texts))
+        monkeypatch.setitem(BUILT_IN, spec, short)
     few_questions(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -280,11 +281,14 @@ def test_python_of_the_pages_runs(
     monkeypatch.setattr(sys, "argv", ["", "gqa.convert.cli", "--version"])
     tokenizer = AutoTokenizer.from_pretrained("SRC")
     names: dict[str, Any] = {
+        **vars(metrics),  # the example of a metric is for that file
         "HeadMaps": HeadMaps,
         "Method": Method,
         "WeightsMethod": WeightsMethod,
         "TextMethod": TextMethod,
         "FittedModule": FittedModule,
+        "BuiltIn": BuiltIn,
+        "partial": partial,
         "AutoModelForCausalLM": AutoModelForCausalLM,
     }
     names["prompt"] = tokenizer("def f", return_tensors="pt", return_token_type_ids=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -30,7 +31,7 @@ from support.families import (
     tiled_heads,
     write_checkpoint,
 )
-from support.scrambled import ALIGNING, on_ids, relative, scramble
+from support.scrambled import ALIGNING, NAMES, on_ids, relative, scramble
 from support.tiny_configs import COPIES
 from support.tiny_models import (
     LEFT_OUT,
@@ -253,3 +254,49 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
             assert error_of(out) > 0.01
         else:
             assert error_of(out) < 1e-4, method
+
+
+# ------------------------------------------- what `refined` trains of heads that cannot be aligned
+
+
+UNALIGNED = {
+    model_type
+    for family in FAMILIES
+    for model_type, symmetry in family.symmetries.items()
+    if isinstance(symmetry, str) and model_type not in family.not_layerwise
+}
+
+
+def refined_tensors(name: str, place: Path) -> list[set[str]]:
+    """The tensors of each attention module that `refined` changes in a tiny model, by the names of
+    their rules.
+    """
+    model = write_checkpoint(build(TINY[name], QUERY_HEADS), place)
+    groups = max(count for count in TINY[name].kv_counts if count < QUERY_HEADS)
+    plan = plan_conversion(model, groups, method="refined")
+    return [{change.rule.tensor for change in changes} for changes in plan.changes.values()]
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if TINY[name].model_type in UNALIGNED])
+def test_queries_and_outputs_are_trained_where_heads_cannot_be_aligned(
+    name: str, tmp_path: Path
+) -> None:
+    queries = {*NAMES["query"], *NAMES["stacked"], *NAMES["per_head"]}
+    for tensors in refined_tensors(name, tmp_path / "m"):
+        assert tensors & queries
+        assert tensors & {*NAMES["output"]}
+
+
+def test_a_family_names_the_queries_and_outputs_of_heads_that_cannot_be_aligned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (moshi,) = (family for family in FAMILIES if "moshi" in family.symmetries)
+    unaligned = replace(
+        moshi,
+        symmetries={"moshi": "a reason"},
+        query_side=("q_proj.linear", "o_proj.linear"),
+    )
+    monkeypatch.setattr(heads_config, "FAMILIES", (unaligned,))
+    expected = {"q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"}
+    for tensors in refined_tensors("moshi", tmp_path / "m"):
+        assert tensors == expected

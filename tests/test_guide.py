@@ -23,11 +23,10 @@ from support.patches import use_bfloat16
 from transformers import LlamaConfig, Qwen2Config
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.advice import default_training_memory, next_line
+from gqa.convert.advice import Advice
 from gqa.convert.api import prepare
 from gqa.convert.generate.sampling import sequences_of_model
 from gqa.convert.options import ConvertOptions
-from gqa.convert.plan import Plan
 from gqa.core import devices
 from gqa.uptrain.run_length import count_text_blocks
 
@@ -161,22 +160,20 @@ def test_training_keys_and_values_fits_a_small_gpu(
     assert record["memory"] + 2 * record["activations"] < SMALL_GPU
 
 
-def plan_and_advice(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, str]:
-    """The plan of the guide's conversion, and its last line on a GPU of so many bytes."""
+def advice_on(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> Advice:
+    """What the guide's conversion advises on a GPU of so many bytes."""
     monkeypatch.setattr(devices, "total_memory", lambda device: memory)
     use_bfloat16(monkeypatch, native=True)
     monkeypatch.chdir(models)
     options = ConvertOptions(f"./{LLAMA}", kv_heads=8, method="refined", overwrite=True)
-    plan = prepare(options)
-    out = Path(f"./{LLAMA}-gqa8-refined")
-    return plan, next_line(plan, None, options, out, {})
+    return Advice(prepare(options), None, options, Path(f"./{LLAMA}-gqa8-refined"), {})
 
 
 def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next command is that of step 5, without its number of tokens."""
-    _, line = plan_and_advice(GPU, models, monkeypatch)
+    line = advice_on(GPU, models, monkeypatch).next_line()
     (advised,) = re.findall(r"look at the plan first: (gqa-uptrain .*)$", line)
     (planned,) = (one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" in one)
     words = {word.removeprefix("./") for word in shlex.split(planned)}
@@ -188,7 +185,7 @@ def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
 def test_the_conversion_ends_with_plain_training_where_that_fits(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, line = plan_and_advice(2 * GPU, models, monkeypatch)
+    line = advice_on(2 * GPU, models, monkeypatch).next_line()
     assert line.endswith("uptrain it: gqa-uptrain Llama-2-7b-hf-gqa8-refined")
 
 
@@ -196,8 +193,7 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, record = dry_run(commands_of("gqa-uptrain")[0], models, monkeypatch)
-    plan, _ = plan_and_advice(GPU, models, monkeypatch)
-    above = default_training_memory(plan, "cpu") - record["memory"]
+    above = advice_on(GPU, models, monkeypatch).training_memory - record["memory"]
     tokens = 2048
     layers = 32
     numbers = 17 * 4096
@@ -311,8 +307,8 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     block = 2048
     blocks_of_run = record["steps"] * record["tokens_per_step"] // block
     needed = count_text_blocks(blocks_of_run) * block + 8192
-    (script,) = (text for _, text in blocks(PAGE, "python") if "vllm" in text)
-    (written,) = re.findall(r"^TOKENS = ([\d_]+)$", script, re.MULTILINE)
+    scripts = "\n".join(text for _, text in blocks(PAGE, "python"))
+    (written,) = re.findall(r"^TOKENS = ([\d_]+)$", scripts, re.MULTILINE)
     assert needed < int(written) < 1.2 * needed
 
 

@@ -10,21 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.chats import CHATML, with_template, write_chats
 from support.documents import lines, open_data, write
 from support.embedded import SOURCE
-from support.patches import use_data_cache
+from support.patches import forbid, use_data_cache
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_blocks import COPY_TOKENS, without_copies
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT, Watcher
+from gqa.corpus.encoders import Encoders
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.passages import LENGTH, Passages, letters_of
 from gqa.corpus.specs import parse_source
+from gqa.corpus.tokens import tokenize
 from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.overlap import Overlap
+from gqa.uptrain.text_data import TextDataBuilder
 
 SHOWN = 40  # letters in a row that are looked for, by another way than the one that is tested
 
@@ -177,6 +182,83 @@ def test_data_without_heldout_text_is_trained_on_as_it_is(tokenizer: Any) -> Non
     assert loader.overlap.share == 0.0
     assert loader.data_tokens == sum(len(tokenizer(text)["input_ids"]) + 1 for text in DOCUMENTS)
     assert opened(tokenizer, data=("data.jsonl",), heldout="held.jsonl").overlap == loader.overlap
+
+
+@pytest.fixture
+def chats_of_one_beginning(tmp_path: Path) -> tuple[Path, Path]:
+    """Two files: a chat, which is to be held out, and 20 others that begin as it does and go on in
+    their own ways.
+    """
+    beginning = "Answer the question below in the style of a pirate, and give your reasons: "
+    texts = sentences(42, 3)
+    chats = [
+        [
+            {"role": "user", "content": beginning + question},
+            {"role": "assistant", "content": answer},
+        ]
+        for question, answer in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    return (
+        write_chats(tmp_path / "heldout.jsonl", chats[0]),
+        write_chats(tmp_path / "data.jsonl", *chats[1:]),
+    )
+
+
+def of_chats(files: tuple[Path, Path]) -> Dataloader:
+    """Training on the second file, with the first one held out."""
+    heldout, data = files
+    options = TrainOptions(
+        "m",
+        Path("o"),
+        data=(str(data),),
+        heldout=str(heldout),
+        steps=2,
+        batch_size=1,
+        repeats=False,
+    )
+    return TextDataBuilder(options, Encoders(with_template(CHATML)), 64).build()
+
+
+def test_chats_that_share_little_with_heldout_text_are_said_to_be_trained_on_whole(
+    chats_of_one_beginning: tuple[Path, Path],
+) -> None:
+    overlap = of_chats(chats_of_one_beginning).overlap
+    assert overlap
+    assert (overlap.documents, overlap.share) == (0, 0.0)
+    assert overlap.kept_whole == 20
+    assert str(overlap) == (
+        "nothing; trained on whole: 20 documents with little of the held-out text, less than half "
+        "of each"
+    )
+
+
+def test_chats_that_are_trained_on_whole_are_encoded_once(
+    chats_of_one_beginning: tuple[Path, Path],
+) -> None:
+    _, data = chats_of_one_beginning
+    loader = of_chats(chats_of_one_beginning)
+    alone = tokenize([parse_source(str(data))], Encoders(with_template(CHATML)))
+    assert loader.fingerprint == alone.fingerprint
+
+
+def test_documents_that_are_cut_are_told_from_those_that_are_trained_on_whole() -> None:
+    assert str(Overlap(1, 0.25, kept_whole=2)) == (
+        "25% of the held-out text is also in 1 other document of the data, and is not trained on "
+        "there; trained on whole: 2 documents with little of the held-out text, less than half of "
+        "each"
+    )
+
+
+@pytest.mark.usefixtures("files")
+def test_documents_are_searched_for_heldout_text_once_for_all_runs(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(tokenizer, data=("twice.txt",), steps=100)
+    forbid(monkeypatch, "gqa.corpus.sources.Source.rows", "documents were read again")
+    again = opened(tokenizer, data=("twice.txt",), steps=100)
+    assert first.overlap
+    assert again.overlap == first.overlap
+    assert again.fingerprint == first.fingerprint
 
 
 def test_pairs_of_which_half_is_held_out_are_left_out(tmp_path: Path) -> None:

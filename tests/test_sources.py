@@ -24,7 +24,13 @@ from gqa.core.errors import CorpusError
 from gqa.corpus.chat_column import chat_column_of_data
 from gqa.corpus.readers import FORMATS, allowed_files
 from gqa.corpus.sources import Source
-from gqa.corpus.specs import check_text_options, parse_source, parse_sources
+from gqa.corpus.specs import (
+    BUILT_IN,
+    BuiltIn,
+    check_text_options,
+    parse_source,
+    parse_sources,
+)
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 
@@ -139,8 +145,10 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
             "there is no file or directory 'a b', and it is not a dataset name "
             "(org/name[:config[:split]]); check the spelling"
         ),
+        "general:test": "there is no general:test; pass general",
         " ": (
-            "no data was passed; pass a file, a directory, a pattern, a hub dataset or stdlib:train"
+            "no data was passed; pass a file, a directory, a pattern, a hub dataset, stdlib:train, "
+            "stdlib:heldout or general"
         ),
     }
     for spec in ("none.txt", "~nouser/a.jsonl", "x" * 300 + ".txt"):
@@ -193,6 +201,37 @@ def test_the_page_of_data_names_every_kind_of_file() -> None:
     assert f"one of these kinds: {allowed_files()};" in page, (
         f"docs/training-text.md does not say that {allowed_files()} are read"
     )
+
+
+def test_the_page_of_data_names_every_built_in_text() -> None:
+    page = (ROOT / "docs/training-text.md").read_text(encoding="utf-8")
+    assert [spec for spec in BUILT_IN if f"| `{spec}` |" not in page] == []
+
+
+@pytest.fixture
+def _tales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more built-in text, in two parts."""
+    monkeypatch.setitem(BUILT_IN, "tales:old", BuiltIn(lambda: ["once"], heldout="tales:new"))
+    monkeypatch.setitem(BUILT_IN, "tales:new", BuiltIn(lambda: ["again"]))
+
+
+@pytest.mark.usefixtures("_tales")
+def test_an_entry_makes_a_source() -> None:
+    assert texts_of("tales:old") == ["once"]
+    assert refusal("tales") == "there is no tales; pass tales:old or tales:new"
+    assert refusal(" ").endswith("general, tales:old or tales:new")
+
+
+@pytest.mark.usefixtures("_tales")
+def test_an_entry_names_what_is_held_out_of_it_alone() -> None:
+    def held_out(*data: str, **options: Any) -> list[str]:
+        sources = heldout_sources(TrainOptions("m", data=data, **options))
+        return [source.spec for source in sources]
+
+    assert held_out("tales:old") == ["tales:new"]
+    assert held_out("tales:new") == []
+    assert held_out("tales:old", "general") == []
+    assert held_out("tales:old", heldout="general") == ["general"]
 
 
 # What is in a file, and how what is said of it goes on after its name.

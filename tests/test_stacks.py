@@ -316,7 +316,7 @@ def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_pa
             edit_tensors(
                 tmp_path / "b", lambda tensors: tensors | {"score.weight": torch.ones(2, 32)}
             )
-    options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False))
+    options = on_ids(refinement=Refinement(steps=2, blocks_per_step=8, autocast=False))
     maps = [
         find_maps(plan_conversion(tmp_path / side, 2, method=method), tmp_path / "out", options)
         for side in "ab"

@@ -139,7 +139,7 @@ def scrambled(
 
 def by(plan: Plan, method: str) -> Plan:
     """The same by another method, of which every tensor that it changes is in the plan."""
-    return replace(plan, merge_method=METHODS[method])
+    return replace(plan, method=METHODS[method])
 
 
 aligned_maps = METHODS["aligned"].maps_by_module
@@ -323,7 +323,7 @@ def test_queries_and_keys_are_unrotated(kind: str, tmp_path: Path) -> None:
         build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source"
     )
     for length in lengths:
-        pair = ModelPair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
+        pair = ModelPair(plan_conversion(directory, 1, method="calibrated"), on_ids(most_blocks=1))
         check_frequencies(pair, kind, length)
 
 

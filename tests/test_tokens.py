@@ -394,6 +394,18 @@ def test_a_state_without_the_number_of_files_is_read_on_from(stream: Open) -> No
     assert np.array_equal(steps(continued, 3, 4), steps(before, 3, 4))
 
 
+def test_a_stream_without_text_is_refused_after_a_stop_too(stream: Open) -> None:
+    before = stream()
+    steps(before, 0, 2)
+    for file in Path("many").iterdir():
+        lines(file, {"text": " "})
+    continued = stream()
+    continued.blocks.seek(json.loads(json.dumps(before.blocks.saved_lanes)))
+
+    with pytest.raises(CorpusError, match=r"no text to train on: it is empty, blank, or all held"):
+        steps(continued, 2, STEPS)
+
+
 def test_what_a_stream_depends_on(stream: Open) -> None:
     """Its files, of which another number is another run's, and the lanes in which they are read."""
     before = stream()

@@ -129,10 +129,29 @@ def test_divergence_stops_with_advice(
     is_one_line = done.err.count("\n") == 1
     assert is_one_line is not verbose, done.err
     assert ("Traceback" in done.err) is verbose, done.err
-    assert "not finite in step 5; what was saved before is kept. Lower --learning-rate" in done.err
+    assert (
+        "not finite in step 5; what was saved before is kept. Repeat the command with" in done.err
+    )
     states = sorted((tmp_path / "out-state").glob("step-*"))
     assert [path.name for path in states] == ["step-00000002", "step-00000004"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_diverged_run_is_repeated_as_its_error_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --overwrite: with another rate alone it is another run, whose states are in the way."""
+    given = {"steps": 3, "save_every": 1, "warmup": 0}
+    with monkeypatch.context() as patch:
+        infinite_gradient(patch, 2)
+        diverged = command(tmp_path / "out", **given)
+    diverged.expect(1, says="with --overwrite and a lower --learning-rate or a longer --warmup")
+
+    lower = given | {"learning_rate": 1e-5}
+    with fresh_accelerator():
+        command(tmp_path / "out", **lower).expect(2, says="holds another run")
+    with fresh_accelerator():
+        command(tmp_path / "out", **lower, overwrite=True).expect(0)
 
 
 check_refused = partial(checkpoints.check_refused, program="gqa-uptrain", advice="")

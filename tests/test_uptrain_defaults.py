@@ -534,3 +534,12 @@ def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
         for a, b in zip(plain.heldout_blocks, mixed.heldout_blocks, strict=True)
     )
     assert (len(mixed.heldout_blocks) >= 5) is not streaming
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blocks_in_which_no_passage_fits_twice_repeat_none(streaming: bool) -> None:
+    tokenizer = load_tokenizer(read_checkpoint(material() / "model"))
+    loader = open_data(
+        options_for(steps=8, streaming=streaming, repeats=True, context=24), tokenizer, 64
+    )
+    assert loader.options.repeats is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,26 @@ def test_options_that_only_the_config_refuses_are_refused_before_weights_are_rea
     assert "--context 100000 is more than the" in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--data", "none.jsonl"), "none.jsonl"),
+        (("--heldout", "none.jsonl"), "none.jsonl"),
+        (("--device", "nowhere"), "there is no device nowhere"),
+        (("--train", "lora"), "--train lora needs peft"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_what_is_mistyped_or_missing_is_refused_before_weights_are_fetched(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    forbid(monkeypatch, "gqa.uptrain.setup.fetch_weights", "weights were fetched")
+    with fresh_accelerator():
+        done = uptrain(converted, *words)
+    done.expect(2, says=says)
+
+
 @pytest.mark.parametrize("scope", ["attention", "kv"])
 def test_a_dry_run_reads_names_as_a_run_does(converted: Path, scope: str) -> None:
     """Of a checkpoint whose names lack the prefix of the class."""
@@ -248,19 +269,36 @@ def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:
     assert re.match(r"warning: .*base exists; choose another directory", done.err), done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "copies", "times"), [((), 2, "twice"), (("--save-every", 1), 3, "3 times")]
+)
 def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
-    converted: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[object, ...],
+    copies: int,
+    times: str,
 ) -> None:
-    """Two of them are there while one is saved."""
+    """While one is saved, those that are kept are still there: one, or two with --save-every."""
     usage = shutil.disk_usage(converted)
     state = plan(converted)["state"]
 
-    def warnings(free: int) -> str:
+    def said(free: int) -> Result:
         # A disk with less space
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
-        return uptrain(converted, "--dry-run").err
+        return uptrain(converted, *words, "--dry-run")
 
-    assert warnings(2 * state) == ""
-    too_small = warnings(2 * state - 1)
-    assert f"the saved states of the run take {2 * state:,} bytes" in too_small
+    enough = said(copies * state)
+    assert enough.err == ""
+    assert line(enough.out, "disk ").endswith(
+        f"for a saved state, {times} while the next one is saved"
+    )
+    too_small = said(copies * state - 1).err
+    assert f"the saved states of the run take {copies * state:,} bytes" in too_small
     assert too_small.startswith("warning: no space left")
+
+
+def test_more_steps_than_a_state_can_be_named_after_are_refused(converted: Path) -> None:
+    refusal = "--steps makes 100,000,000 steps, more than the 99,999,999 of a run; pass less"
+    uptrain(converted, "--steps", 10**8, "--dry-run").expect(2, says=refusal)
+    assert plan(converted, "--steps", 10**8 - 1)["steps"] == 10**8 - 1

@@ -19,6 +19,7 @@ STEPS = 8
 EVERY = 2  # steps between two evaluations
 TOO_FAST = 1.0  # a learning rate that ruins the model in two steps
 TOO_SLOW = 1e-30  # one that changes no weight
+HARDLY = 1e-5  # one that lowers the loss in two steps by less than 1%
 
 
 @pytest.fixture
@@ -74,6 +75,19 @@ def test_the_run_goes_on_from_the_best_weights(converted: Path, tmp_path: Path) 
     unchanged = losses(tmp_path / "slow")
     assert fast[EVERY - 1] > 1.1 * unchanged[EVERY - 1]
     assert fast[EVERY] == pytest.approx(unchanged[EVERY], rel=1e-6)
+
+
+def test_the_rate_falls_too_if_the_loss_has_hardly_fallen(converted: Path, tmp_path: Path) -> None:
+    """The run goes on from where it is, which is better than its start."""
+    record = run(converted, tmp_path / "out", HARDLY)
+    steps = metrics(tmp_path / "out" / "gqa_uptraining.jsonl")
+    before = record["losses"]["distillation_before"]
+    first = steps[EVERY - 1]["heldout_kl"]
+    assert 0.99 * before < first < before
+    assert rates(tmp_path / "out")[EVERY] == pytest.approx(HARDLY * (STEPS - EVERY) / STEPS / 3)
+
+    run(converted, tmp_path / "slow", TOO_SLOW)
+    assert losses(tmp_path / "out")[EVERY] < losses(tmp_path / "slow")[EVERY]
 
 
 def test_a_run_whose_loss_falls_keeps_its_rate(converted: Path, tmp_path: Path) -> None:

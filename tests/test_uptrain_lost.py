@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from support.training import (
 )
 
 from gqa.convert.api import convert_checkpoint
-from gqa.core.errors import OutputError, StoppedError, UnfinishedError
+from gqa.core.errors import OutputError, RefusedError, StoppedError, UnfinishedError
 from gqa.uptrain.log import Log
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
@@ -404,6 +405,51 @@ def test_an_output_that_another_run_has_written_meanwhile_is_refused_before_the_
         uptrain(first)
         forbid_training(monkeypatch)
         with pytest.raises(ValueError, match="out exists; choose another directory"):
+            uptrain(second)
+
+
+def test_a_model_that_is_gone_when_training_ends_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    """Once it is back, the same command writes the result without training again."""
+    model = model_of(tmp_path)
+    away = tmp_path / "away"
+    options = options_for(model, tmp_path / "out")
+    run = prepare(options)
+    with monkeypatch.context() as patch:
+        # `after` replaces it, and this puts it back
+        patch.setattr(Log, "step", Log.step)
+        after(
+            Log,
+            "step",
+            lambda log, progress, *numbers: progress.step == options.steps and model.rename(away),
+        )
+        with pytest.raises(UnfinishedError, match="But nothing is lost: the trained weights are"):
+            uptrain(run)
+
+    away.rename(model)
+    forbid_training(monkeypatch)
+    with fresh_accelerator():
+        uptrain(prepare(options))
+    assert difference(tmp_path / "out", model) > 0
+
+
+def test_trained_weights_that_another_run_has_written_meanwhile_are_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    """Its states stay with --keep-state, so that the run looks like one that was stopped."""
+    options = options_for(model_of(tmp_path), tmp_path / "out", save_every=1, keep_state=True)
+    with monkeypatch.context() as patch:
+        # The result cannot be written
+        patch.setattr("gqa.uptrain.export.TrainedCheckpoint.verify", lambda *given: 1 / 0)
+        with pytest.raises(UnfinishedError):
+            uptrain(prepare(options))
+
+    forbid_training(monkeypatch)
+    with fresh_accelerator():
+        second = prepare(replace(options, output=tmp_path / "second"))
+        uptrain(prepare(options))
+        with pytest.raises(RefusedError, match="another run of the same command ended while"):
             uptrain(second)
 
 

@@ -5,14 +5,16 @@ and `self`.
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import check_refused, run
+from support.checkpoints import check_refused, edit_json, run
 from support.documents import lines
 from support.faults import kill_at, shard
 from support.loss_oracles import assert_equals
@@ -35,6 +37,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.models.loading import load_model
+from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import freeze_parameters, trained_names
 from gqa.uptrain.setup import prepare
@@ -202,6 +205,49 @@ def test_tokens_count_by_the_mean_of_the_pairs_that_are_left(tmp_path: Path) -> 
     assert loader.overlap
     assert loader.overlap.documents == len(long)
     assert loader.tokens_until(loader.steps) == pytest.approx(900, rel=0.1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_pairs_need_no_eos_of_the_tokenizer(tmp_path: Path) -> None:
+    """They end with that of the config."""
+    model = Path(shutil.copytree(pair_material() / "marian", tmp_path / "marian"))
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        edit_json(model / name, lambda tokens: tokens | {"eos_token": None})
+    checkpoint = read_checkpoint(model)
+    assert load_tokenizer(checkpoint).eos_token_id is None
+    given = options("marian", tmp_path / "out", teacher="none", **PAIRS)
+
+    loader = prepare(replace(given, model=str(model))).dataloader
+
+    ends = {int(loader.block(number)["labels"][-1]) for number in range(4)}
+    assert ends == {checkpoint.config["eos_token_id"]}
+
+
+@pytest.mark.usefixtures("alone")
+def test_of_pairs_that_the_teacher_writes_each_counts_as_a_block(tmp_path: Path) -> None:
+    given = {"data": "self", "tokens": 32 * 8, "steps": None, "context": 32, "batch_size": 2}
+    data = prepare(options("t5", tmp_path / "out", **given)).dataloader
+    assert data.steps * 2 == 8
+    assert data.tokens_until(data.steps) != 32 * 8
+    help_text = " ".join(run("--help", program="gqa-uptrain").out.split())
+    assert "Of pairs that the teacher writes, --context tokens count for each." in help_text
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_teacher_writes_pairs_with_the_attention_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def load_noting_attention(*given: Any, **options: Any) -> PreTrainedModel:
+        used.append(options.get("attention"))
+        return load_model(*given, **options)
+
+    # All implementations write the same text, so no result shows which one it was
+    monkeypatch.setattr("gqa.convert.generate.text_pairs.load_model", load_noting_attention)
+    given = {"data": "self", "seed": 77, "attn_implementation": "eager"}
+    prepare(options("t5", tmp_path / "out", **given))
+    assert used == ["eager"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -34,6 +34,12 @@ def test_the_default_rate_is_a_share_of_each_weight(optimizer: str) -> None:
     assert rates[id(attention.k_proj.bias)] == rates[id(attention.k_proj.weight)]
 
 
+def test_a_share_is_the_same_however_it_is_typed() -> None:
+    """So that a run continues."""
+    typed = ["0.3%", "0.30%", ".3%", "3e-1%"]
+    assert {TrainOptions("model", learning_rate=rate).learning_rate for rate in typed} == {"0.3%"}
+
+
 def test_a_rate_that_is_given_is_that_of_all_weights() -> None:
     model = training_model(build(TINY["llama+bias"], 2))
     optimizer = make_optimizer(model, TrainOptions("model", learning_rate=2e-4))

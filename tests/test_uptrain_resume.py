@@ -24,6 +24,7 @@ from support.faults import (
     kill_rank_at,
     kill_save_after,
     load_no_tokenizer,
+    no_space_for_the_random_states_of,
     no_space_for_the_result,
     no_space_for_the_state_of,
     note_seeks,
@@ -340,6 +341,27 @@ def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
         f"(processes: 2 -> 3, which cannot share a batch of 8); continue it with {command}, or"
         in done.err
     )
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused_for_another_output_too(
+    runs: Runs, tmp_path: Path
+) -> None:
+    given = {"batch_size": None, "micro_batch": 1, "seed": 5}
+    stopped = saving(runs, tmp_path / "out", **given)
+    assert runs.run(*stopped, ranks=2, before=[partial(kill_at, 3)]).code == -signal.SIGKILL
+    elsewhere = saving(runs, tmp_path / "other", **given)
+    done = runs.run(*elsewhere, ranks=3, before=[load_no_tokenizer])
+    done.expect(2, says="(processes: 2 -> 3, which cannot share a batch of 8); continue it with")
+
+
+def test_a_rank_that_cannot_write_its_random_states_has_all_ranks_go_on(
+    runs: Runs, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    full = partial(no_space_for_the_random_states_of, 1, 2)
+    done = runs.finish(*saving(runs, out), ranks=2, before=[full])
+    assert "warning: the state of step 2 could not be saved in" in done.err
+    assert states(out).step_directories() == [state(out, STEPS)]
 
 
 def test_overwriting(runs: Runs, out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,21 @@ _DOWN = ".lora_A.default.weight"
 _UP = ".lora_B.default.weight"
 
 
+def require_peft() -> None:
+    """Raise RefusedError if peft is not installed."""
+    if find_spec("peft") is None:
+        raise RefusedError("--train lora needs peft; install it with: pip install peft")
+
+
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
     """Add adapters to the linear layers, except the head and layers whose weights are in `trained`.
 
     Routers get none, though some are subclasses of nn.Linear, as they return tuples. Nor do output
     projections of Mamba mixers, whose weights fused kernels read without calling the layer.
 
-    Raises RefusedError.
+    peft makes them (`require_peft`). Raises RefusedError if there is no layer to adapt.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise RefusedError("--train lora needs peft; install it with: pip install peft") from error
+    from peft import LoraConfig, inject_adapter_in_model
 
     head = model.get_output_embeddings()
     layers = {}

@@ -10,7 +10,7 @@ from gqa.checkpoint.base_model import find_local_base
 from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.convert.advice import evaluation_line
 from gqa.core.options import flag
-from gqa.corpus.specs import is_self, parse_self
+from gqa.corpus.specs import parse_self
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Run
 from gqa.uptrain.state_files import TrainingProgress
@@ -49,7 +49,7 @@ def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     length = f"--tokens {more}"
     given = [flag(name) for name in ("alpha", "steps") if options.is_set(name)]
 
-    if is_self(options.data[0]):
+    if options.is_generated:
         stated, is_plain = parse_self(options.data[0])
         if stated and more > stated:
             source = "self:plain" if is_plain else "self"

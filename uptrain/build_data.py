@@ -109,7 +109,8 @@ class TextWriter:
             size,
             self.options.seed,
             self.watcher,
-            self.options.trust_remote_code,
-            self.vocabulary,
+            trust_remote_code=self.options.trust_remote_code,
+            vocabulary=self.vocabulary,
+            attention=self.options.attn_implementation,
         )
-        return maker.sampled(count)
+        return maker.stored_pairs(count)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gqa.core.errors import RefusedError
 from gqa.corpus.sources import Source
-from gqa.corpus.specs import parse_source, parse_sources
+from gqa.corpus.specs import heldout_of_built_in, parse_source, parse_sources
 from gqa.uptrain.options import TrainOptions
 
 
@@ -21,6 +21,19 @@ def data_sources(options: TrainOptions) -> tuple[Source, ...]:
     )
 
 
+def named_sources(options: TrainOptions) -> list[Source]:
+    """The sources that --data and --heldout name, of which nothing is read or fetched yet.
+
+    Raises CorpusError if one of them does not exist.
+    """
+    sources = list[Source]()
+    if not options.is_generated:
+        sources += data_sources(options)
+    if options.heldout:
+        sources += heldout_sources(options)
+    return sources
+
+
 def heldout_sources(options: TrainOptions) -> list[Source]:
     """Held-out sources: those of --heldout and --heldout-fraction, and of the built-in text.
 
@@ -30,9 +43,8 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
         return [*data_sources(replace(options, data=(options.heldout,), streaming=False))]
 
     if not options.heldout_fraction:
-        if options.data == ("stdlib:train",):
-            return [parse_source("stdlib:heldout")]
-        return []
+        spec = heldout_of_built_in(options.data)
+        return [parse_source(spec)] if spec else []
 
     parts = [source.heldout_part(options.heldout_fraction) for source in data_sources(options)]
     parts_with_text = [part for part in parts if next(part.rows_if_any(), None)]

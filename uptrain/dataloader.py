@@ -34,7 +34,8 @@ class Dataloader:
 
     Attributes:
         options: With block and batch decided.
-        blocks: All blocks.
+        blocks: Blocks as they are stored, streamed or generated. With `options.repeats` stored text
+            has only those here that are text: `block` makes the others of them.
         steps: Number of steps of the run.
         fingerprint: Equal if the data is equal.
         summary: The data in words.
@@ -44,7 +45,7 @@ class Dataloader:
         make_pair: Makes a pair (source, target) of one block, for an encoder-decoder; None if
             blocks are read as they are.
         tokens_of_blocks: Tokens of each block that is trained on, in order: entry 0 is block
-            `first_trained_block`. None if all blocks have `options.block` tokens.
+            `first_trained_block`. None if all blocks have `options.block_size` tokens.
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.
         data_tokens: Tokens that are not held out.
@@ -68,7 +69,7 @@ class Dataloader:
         """Tokens of all blocks of the first `step` steps, repeats included."""
         blocks = step * self.options.blocks_per_step
         if self.tokens_of_blocks is None:
-            return blocks * self.options.block
+            return blocks * self.options.block_size
         return int(self.tokens_of_blocks[:blocks].sum())
 
     @property
@@ -80,7 +81,7 @@ class Dataloader:
     def heldout_tokens(self) -> int:
         """Tokens of the held-out blocks; of a pair those of both sides."""
         if self.tokens_of_blocks is None:
-            return len(self.heldout_blocks) * self.options.block
+            return len(self.heldout_blocks) * self.options.block_size
         return sum(len(block["input_ids"]) + len(block["labels"]) for block in self.heldout_blocks)
 
     def batches(
@@ -98,23 +99,35 @@ class Dataloader:
                 for start in range(0, len(of_rank), micro_batch)
             ]
 
-    def block(self, index: int) -> Block:
-        """Block `index` (from `first_trained_block` on) as the model reads it."""
+    def block(self, number: int) -> Block:
+        """Block `number` (from `first_trained_block` on) as the model reads it."""
         if not self.options.repeats:
-            block = self.blocks[index]
-            if self.make_pair is None:
-                return block
-            return self.make_pair(block, [self.options.seed, index])
-
+            return self._plain_block(number)
         if isinstance(self.blocks, StreamedBlocks):
-            # A stream cannot go back to earlier blocks: a block repeats passages of its own text.
-            read = self._streamed_tokens
-            first = index
-        else:
-            read = self._latest_text
-            first = self.first_trained_block
+            return self._block_of_stream(number)
+        return self._block_of_stored_text(number)
 
-        tokens = with_repeats(read, index, self.options.seed, None, first=first)
+    def _plain_block(self, number: int) -> Block:
+        """A block without repeats, or the pair that is made of it."""
+        block = self.blocks[number]
+        if self.make_pair is None:
+            return block
+        return self.make_pair(block, [self.options.seed, number])
+
+    def _block_of_stream(self, number: int) -> Block:
+        """A block that may repeat passages of its own text: a stream cannot go back to others."""
+        return self._with_repeats(self._streamed_tokens, number, first=number)
+
+    def _block_of_stored_text(self, number: int) -> Block:
+        """A block of text, or one that repeats passages of earlier ones."""
+        # Of stored text documents are held out, not blocks: block 0 is trained on
+        return self._with_repeats(self._latest_text, number, first=0)
+
+    def _with_repeats(self, read: Callable[[int], Ints], number: int, *, first: int) -> Block:
+        """Block `number`, in which passages of blocks from `first` on may be repeated (the function
+        `with_repeats`). `read` returns the tokens of a block.
+        """
+        tokens = with_repeats(read, number, self.options.seed, None, first=first)
         return block_of(tokens.astype(np.int64))
 
     def _streamed_tokens(self, number: int) -> Ints:
@@ -128,9 +141,7 @@ class Dataloader:
 
     @cached_property
     def _text_numbers(self) -> Ints:
-        """For each block the number of the latest block of text. Only stored text comes here, whose
-        `first_trained_block` is 0.
-        """
+        """For each block of stored text the number, in `blocks`, of the latest that is text."""
         plain = is_plain(np.arange(self.steps * self.options.blocks_per_step))
         numbers: Ints = np.cumsum(plain) - 1
         return numbers

@@ -14,7 +14,7 @@ from gqa.convert.methods.table import METHODS
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import ranks
 from gqa.core.errors import RefusedError, explain
-from gqa.corpus.specs import is_self, parse_self
+from gqa.corpus.specs import parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
 
 DEFAULT_TOKENS = 512_000  # to train on by default
@@ -60,15 +60,14 @@ def decide_defaults(
             "none says so without this warning"
         )
 
-    data = options.data or ("self",)
-    is_sampled = is_self(data[0])
-    states_tokens = is_sampled and parse_self(data[0])[0] is not None
+    options = replace(options, data=options.data or ("self",))
+    states_tokens = options.is_generated and parse_self(options.data[0])[0] is not None
     tokens = options.tokens
     if not options.lengths and not states_tokens:
         tokens = DEFAULT_TOKENS
 
     repeats = options.repeats
-    if repeats is None and not is_sampled:
+    if repeats is None and not options.is_generated:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         repeats = teacher is not None and not config.is_encoder_decoder
 
@@ -77,7 +76,7 @@ def decide_defaults(
     usual_scope: Scope = "attention" if attention_fits else "all"
     train = options.train or usual_scope
 
-    options = replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats)
+    options = replace(options, teacher=name, tokens=tokens, train=train, repeats=repeats)
     return options, teacher, teacher_text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
@@ -13,15 +13,15 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import find_device, ranks
 from gqa.core.errors import OutputError, RefusedError
-from gqa.corpus.specs import is_self
 from gqa.models.loading import load_model
 from gqa.models.names import follow_prefix
 from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.accelerator import precision_name
-from gqa.uptrain.data_sources import data_sources
+from gqa.uptrain.data_sources import named_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import Length
+from gqa.uptrain.saver import states_kept
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import Resolved, resolve_options
 from gqa.uptrain.stored_weights import affected_bytes
@@ -90,15 +90,10 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
 
 
 def _check_text(options: TrainOptions) -> None:
-    """Raise CorpusError for sources that do not exist or have no text; nothing is fetched."""
-    named = [] if is_self(options.data[0]) else [options]
-    if options.heldout:
-        named.append(replace(options, data=(options.heldout,), streaming=False))
-
-    for one in named:
-        for source in data_sources(one):
-            if source.files:
-                next(source.rows())
+    """Raise CorpusError for files that have no text; nothing is fetched."""
+    for source in named_sources(options):
+        if source.files:
+            next(source.rows())
 
 
 def training_needs(resolved: Resolved, processes: int) -> TrainingNeeds:
@@ -168,7 +163,7 @@ def _training_time(resolved: Resolved, needs: TrainingNeeds, processes: int) -> 
 
     generating = 0.0
     teacher = resolved.teacher_checkpoint
-    if teacher and is_self(options.data[0]):
+    if teacher and options.is_generated:
         heldout = 0 if options.heldout else options.heldout_tokens
         sequences = math.ceil((length.tokens + heldout) / length.block_size)
         generating = generating_seconds(teacher, sequences, length.block_size, device)
@@ -213,8 +208,8 @@ def _output_warnings(resolved: Resolved, needs: TrainingNeeds) -> list[str]:
     assert options.output is not None
     try:
         out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out
-        # While a state is saved, the one before it is still there
-        require_space(2 * needs.state, out, what="the saved states of the run take")
+        states = states_kept(options) + 1  # with the one that is being saved
+        require_space(states * needs.state, out, what="the saved states of the run take")
         require_space(
             needs.result + needs.trained_weights,
             out,

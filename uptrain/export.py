@@ -39,7 +39,7 @@ def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> Non
     """
     source = run.checkpoint
     with run.open_output() as output:
-        require_space(source.nbytes, output.out)
+        require_space(source.nbytes, output.out, what="the result takes")
 
         # Before the card, which shows the record
         is_moved = move_base_path(run, record)
@@ -127,14 +127,21 @@ def save_changed_tensors(path: Path, tensor_of: ReadTensor, changed: Sequence[Te
 def changed_tensors(
     source: Checkpoint, tensor_of: ReadTensor, trained: Collection[str]
 ) -> list[TensorSpec]:
-    """The tensors of the result in which any byte differs from the source; `trained` are the names
-    of those that may.
+    """The tensors of the result in which any byte differs from the source, or may differ, as the
+    source cannot be read any more; `trained` are the names of those that may.
+
+    Raises OutputError as `tensor_of` does.
     """
     changed = []
     for name, spec in source.tensors.items():
         if name not in trained:
             continue
-        if not torch.equal(_bytes(tensor_of(spec)), _bytes(source.read(spec))):
+        result = tensor_of(spec)
+        try:
+            is_equal = torch.equal(_bytes(result), _bytes(source.read(spec)))
+        except (OSError, RefusedError):  # what was trained must not be lost
+            is_equal = False
+        if not is_equal:
             changed.append(spec)
     return changed
 

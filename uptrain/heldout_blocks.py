@@ -1,13 +1,14 @@
 """The held-out blocks of a run, which measure the training.
 
-Text that is *held back* is never trained on. It is *named* (--heldout, --heldout-fraction, or the
-held-out modules of stdlib:train), or else the end of the data. Of it at most --heldout-tokens are
-*measured*. Generated text holds back its first blocks (text_data.py).
+Text that is *held out* is never trained on. It is *named* (--heldout, --heldout-fraction, or the
+held-out modules of stdlib:train), or else *drawn*: the documents with the lowest hashes, until
+there is enough; of the last of them only its end. At most --heldout-tokens of it are *measured*.
+Of generated text the first blocks are held out (text_data.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -23,7 +24,7 @@ from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, tokenize
 from gqa.uptrain.data_sources import heldout_sources
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.overlap import heldout_texts
+from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
 
 
 def blocks_of_named_text(
@@ -42,11 +43,11 @@ def blocks_of_named_text(
     text = tokenize(sources, encoders)
     heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})  # from token 0 on
 
-    all_blocks = Blocks(text, np.arange(len(text)), options.block)
+    all_blocks = Blocks(text, np.arange(len(text)), options.block_size)
     if not len(all_blocks):
         raise RefusedError(
-            f"the held-out text has less than one block of {options.block} tokens; pass more text "
-            "with --heldout, or a smaller --context"
+            f"the held-out text has less than one block of {options.block_size} tokens; pass more "
+            "text with --heldout, or a smaller --context"
         )
     count = min(most_measured_blocks(options), len(all_blocks))
     # Evenly spaced first, then the others in order: some may have no target
@@ -64,23 +65,26 @@ def blocks_of_named_text(
     return heldout, blocks
 
 
-def blocks_of_the_end(
+def blocks_of_drawn_text(
     options: TrainOptions, text: Documents
 ) -> tuple[HeldoutDocuments, list[Block]]:
-    """The end of the data, in the order of the documents' hashes, which training skips, and its
-    blocks. Little data has no held-out end.
-    """
-    heldout = HeldoutDocuments(hold_back(text, blocks_to_hold_back(options, text) * options.block))
+    """The documents with the lowest hashes (`hold_back`), which training skips, and blocks of them.
 
-    # Of each document with a limit, the tokens from there on, in the order of the data.
+    Both are empty for data of fewer than 20 blocks.
+    """
+    wanted = blocks_to_hold_out(options, text) * options.block_size
+    heldout = HeldoutDocuments(hold_back(text, wanted))
+
+    # What is held out of each drawn document, in the order of the data: its tokens from its limit
+    # on, which is 0, but for the last one that was drawn.
     numbers = {bytes(digest): number for number, digest in enumerate(text.digests)}
     ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
     read = text.tokens_with_mask if text.has_masks else text.tokens
-    packed = pack((read(number)[limit:] for number, limit in ends), options.block)
+    packed = pack((read(number)[limit:] for number, limit in ends), options.block_size)
 
     with_targets = (block for block, _ in packed if has_targets(block))
     blocks = list(islice(with_targets, most_measured_blocks(options)))
-    if not blocks:  # nothing would be measured by what is held back
+    if not blocks:  # nothing would be measured by what is held out
         return HeldoutDocuments(), []
     return heldout, blocks
 
@@ -95,7 +99,7 @@ def passages_to_exclude(
 
     Documents that `heldout` skips as a whole need not be searched for them.
     """
-    texts: Iterator[str]
+    texts: Iterable[str]
     named = heldout_sources(options)
     if named:
         rows = chain.from_iterable(source.rows() for source in named)
@@ -107,6 +111,22 @@ def passages_to_exclude(
     return Exclusion(Passages.of(texts), whole)
 
 
+def without_passages(
+    options: TrainOptions,
+    sources: Sequence[Source],
+    heldout: HeldoutDocuments,
+    encoders: Encoders,
+) -> tuple[Sequence[Source], Overlap]:
+    """Stored sources without passages of the held-out text, and how much of it they had. They are
+    the same sources if they had none.
+    """
+    exclusion = passages_to_exclude(options, sources, heldout, encoders)
+    overlap = find_overlap(sources, exclusion, heldout, encoders)
+    if overlap.documents:
+        sources = [source.excluding(exclusion) for source in sources]
+    return sources, overlap
+
+
 def has_targets(block: Block) -> bool:
     """Whether any token of a block is predicted and counts in the loss."""
     return "loss_mask" not in block or bool(block["loss_mask"][1:].any())
@@ -114,12 +134,12 @@ def has_targets(block: Block) -> bool:
 
 def most_measured_blocks(options: TrainOptions) -> int:
     """The largest number of blocks that are measured."""
-    return max(1, options.heldout_tokens // options.block)
+    return max(1, options.heldout_tokens // options.block_size)
 
 
-def blocks_to_hold_back(options: TrainOptions, data: Documents) -> int:
-    """The number of blocks to hold back: a twentieth of the data, and at most --heldout-tokens.
+def blocks_to_hold_out(options: TrainOptions, data: Documents) -> int:
+    """The number of blocks to hold out: a twentieth of the data, and at most --heldout-tokens.
 
     Data of fewer than 20 blocks has none.
     """
-    return min(most_measured_blocks(options), int(data.lengths.sum()) // (20 * options.block))
+    return min(most_measured_blocks(options), int(data.lengths.sum()) // (20 * options.block_size))

@@ -12,7 +12,6 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.devices import native_bfloat16, ranks
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
-from gqa.corpus.specs import is_self
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 
@@ -53,7 +52,7 @@ def _content_hashes(
     if options.heldout:
         content["--heldout"] = " ".join(source.identify() for source in heldout_sources(options))
 
-    if is_self(options.data[0]):  # samples also depend on these
+    if options.is_generated:  # samples also depend on these
         libraries = versions("torch", "transformers")
         content["--data"] = f"{options.data[0]} {libraries} {native_bfloat16(device)}"
     else:

@@ -60,15 +60,19 @@ class Log:
         note = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self._watcher.update(note=", ".join([*note, f"{tokens_per_second:,.0f} tok/s"]))
 
-    def went_back(self, progress: TrainingProgress) -> None:
-        """Say that the run goes on from its best weights, at a lower learning rate."""
-        if self._is_main:
-            divisor = round(1 / RATE_CUT) ** progress.rate_cuts
-            self._watcher.note(
-                f"step {progress.step:,}: the held-out loss is not lower than at step "
-                f"{progress.best_step:,}; the run goes on from there, at 1/{divisor} of the "
-                "learning rate"
-            )
+    def lowered_rate(self, progress: TrainingProgress) -> None:
+        """Say that the run goes on at a lower learning rate, and from which weights."""
+        if not self._is_main:
+            return
+        divisor = round(1 / RATE_CUT) ** progress.rate_cuts
+        if progress.best_step == progress.step:
+            reason = "hardly lower than at the start; the run goes on"
+        else:
+            reason = f"not lower than at step {progress.best_step:,}; the run goes on from there,"
+        self._watcher.note(
+            f"step {progress.step:,}: the held-out loss is {reason} at 1/{divisor} of the learning "
+            "rate"
+        )
 
     def _append(self, line: str) -> None:
         """Append a line; warn once if that fails: a line of a log is not worth a training."""

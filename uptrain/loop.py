@@ -24,8 +24,8 @@ from gqa.uptrain.evaluation import (
     Weights,
     best_weights,
     copy_trained,
-    evaluate,
-    go_back,
+    go_back_if_not_better,
+    measure_and_keep,
     not_finite_error,
 )
 from gqa.uptrain.log import Log
@@ -34,7 +34,7 @@ from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import RATE_CUT, evaluates_after, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.sharding import prepare_model
-from gqa.uptrain.state_files import TrainingProgress, load
+from gqa.uptrain.state_files import TrainingProgress, read_tensors
 from gqa.uptrain.training_model import Batch, mean_losses, split_batch, zero_sums
 
 _PROBE_TOKENS = 16  # tokens of the passes that show whether a model draws at random
@@ -51,8 +51,10 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         into them. Under FSDP2 they are the shards of this process.
 
     Raises:
-        RefusedError: The state to continue from is damaged, the memory does not suffice, or the
-            model's loss is not finite before the first step.
+        RefusedError: The state to continue from is damaged, or the model's loss is not finite
+            before the first step.
+        RefusedError, CorpusError, or what else reading raises: The first batch cannot be read.
+        RuntimeError, MemoryError: There is not enough memory (`gqa.uptrain.run` explains it).
         DivergedError: A loss or gradient is not finite in a later step.
         StoppedError: SIGINT or SIGTERM arrived; the steps before are saved.
         UnfinishedError: Text cannot be read; the steps before are saved.
@@ -76,7 +78,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         batches.read_next()
         (failed,) = _any_rank(accelerator, batches.error is not None)
         if failed:
-            # No step of this run is done, so there is nothing to save
+            # Nothing was done since this command began, so there is nothing new to save
             raise batches.error or RefusedError(
                 "another process could not read its text; its message says why"
             )
@@ -93,10 +95,10 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
             seconds = reading_seconds + time.perf_counter() - began
 
             if _evaluates_after(setup, progress.step):
-                numbers |= evaluate(setup, wrapped, progress, best)
-                if go_back(setup, wrapped, progress, best):
+                numbers |= measure_and_keep(setup, wrapped, progress, best)
+                if go_back_if_not_better(setup, wrapped, progress, best):
                     forget_moments(optimizer)
-                    log.went_back(progress)
+                    log.lowered_rate(progress)
             log.step(progress, numbers, seconds)
 
             reading_seconds = batches.read_next()
@@ -193,7 +195,7 @@ def _begin_or_continue(
     if setup.continues_from:
         progress, best = _restore(setup, wrapped, optimizer)
     if progress.step == 0 and setup.dataloader.heldout_blocks:
-        evaluate(setup, wrapped, progress, best)
+        measure_and_keep(setup, wrapped, progress, best)
     return progress, best
 
 
@@ -206,9 +208,9 @@ def _restore(setup: Setup, wrapped: Any, optimizer: Any) -> tuple[TrainingProgre
 
     best: Weights = {}
     if setup.dataloader.heldout_blocks:
-        # `load` reads the saved weights into these, which have their names and shapes
+        # The saved weights are read into these, which have their names and shapes
         best = copy_trained(setup, wrapped)
-    load(setup.continues_from, setup.accelerator, wrapped, optimizer, best)
+    read_tensors(setup.continues_from, setup.accelerator, wrapped, optimizer, best)
 
     blocks = setup.dataloader.blocks
     if isinstance(blocks, StreamedBlocks):
@@ -300,7 +302,8 @@ def _add_step(
     if not is_finite or not math.isfinite(norm):
         raise DivergedError(
             f"loss or gradient was not finite in step {progress.step}; what was saved before is "
-            "kept. Lower --learning-rate or lengthen --warmup"
+            "kept. Repeat the command with --overwrite and a lower --learning-rate or a longer "
+            "--warmup"
         )
 
     numbers = {

@@ -50,7 +50,8 @@ class Rate(click.ParamType[float | str]):
                 param,
                 ctx,
             )
-        return f"{share}%" if is_share else number
+        # A run is continued with equal options: `0.30%` is `0.3%`
+        return f"{number:.15g}%" if is_share else number
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ class TrainOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Tokens to train on in all, like 1B. Blocks that repeat passages count. Shorter data is "
-        "read several times.  [default: 512000, unless --alpha, --steps or --data self:TOKENS is "
+        "Tokens to train on in all, like 1B. Blocks that repeat passages count. Of pairs that the "
+        "teacher writes, --context tokens count for each. Shorter data is read several times.  "
+        "[default: 512000, unless --alpha, --steps or --data self:TOKENS is "
         "passed]",
         tokens_type(),
         metavar="COUNT",
@@ -316,6 +318,8 @@ class TrainOptions(Options):
             f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None
         ]
 
+    # Options that are None until they are decided, under names that promise a value.
+
     @property
     def scope(self) -> Scope:
         """`train`, which `decide_defaults` has decided."""
@@ -323,7 +327,7 @@ class TrainOptions(Options):
         return self.train
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """`context`, which `decide_block_and_batch` has decided: tokens of a block."""
         assert self.context is not None
         return self.context

@@ -1,5 +1,7 @@
-"""How much of the held-out text is in other documents of the data, which are then trained on
-without it.
+"""How much of the held-out text is in other documents of the data.
+
+It is cut out of text. Pairs and chats are left out if at least half of one is held-out text, and
+are else trained on whole (`Exclusion`).
 
 Documents that are held out are known by a hash of their text. That does not find the same text in
 other documents: in one long file, with other white space, in a quotation. `gqa.corpus.passages`
@@ -10,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,32 +33,62 @@ from gqa.corpus.sources import Source
 class Overlap:
     """How much of the held-out text is in other documents of the data.
 
+    Exact copies of held-out documents count nowhere.
+
     Attributes:
-        documents: How many of the data, except exact copies of held-out ones, contain passages of
-            held-out text.
-        share: The share of the passages of held-out text that they contain.
+        documents: How many of the data are cut or left out, as they contain passages of held-out
+            text.
+        share: The share of the passages of held-out text that these contain.
+        kept_whole: How many contain passages, too, but are trained on whole: pairs and chats.
         whole: Whether all held-out text was looked for.
     """
 
     documents: int
     share: float
+    kept_whole: int
     whole: bool = True
 
+    @property
+    def was_found(self) -> bool:
+        """Whether any document contains passages."""
+        return bool(self.documents or self.kept_whole)
+
     def __str__(self) -> str:
-        documents = plural(self.documents, "other document")
-        text = (
-            f"{self.share:.0%} of the held-out text is also in {documents} of the data, which "
-            "train without it"
-        )
-        if self.whole:
-            return text
-        return f"{text} (of the beginning of the held-out text, which is large)"
+        text = "nothing"
+        if self.documents:
+            documents = plural(self.documents, "other document")
+            text = (
+                f"{self.share:.0%} of the held-out text is also in {documents} of the data, and is "
+                "not trained on there"
+            )
+        if not self.whole:
+            text += " (of the beginning of the held-out text, which is large)"
+        if self.kept_whole:
+            text += (
+                f"; trained on whole: {plural(self.kept_whole, 'document')} with little of the "
+                "held-out text, less than half of each"
+            )
+        return text
 
 
 def heldout_texts(
     sources: Sequence[Source], heldout: HeldoutDocuments, encoders: Encoders
+) -> list[str]:
+    """The held-out texts of the documents of sources: whole ones, and the ends of others.
+
+    All documents are read to find these few, so they are stored (`_from_cache`).
+    """
+    key = f"texts {_key(sources, heldout)}"
+    if any(heldout.limits.values()):  # where the end of a text begins depends on the tokens
+        key += f" {encoders.text.identify()}"
+    texts: list[str] = _from_cache(key, lambda: [*_find_texts(sources, heldout, encoders)])
+    return texts
+
+
+def _find_texts(
+    sources: Sequence[Source], heldout: HeldoutDocuments, encoders: Encoders
 ) -> Iterator[str]:
-    """The held-out texts of the documents of sources: whole ones, and the ends of others."""
+    """`heldout_texts`, in the order in which they are read, each once."""
     seen = set[bytes]()
     for source in sources:
         for row in source.rows():
@@ -73,29 +106,36 @@ def heldout_texts(
 def find_overlap(
     sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments, encoders: Encoders
 ) -> Overlap:
-    """Look up all documents of the data.
+    """Look up all documents of the data. The result is stored (`_from_cache`)."""
+    key = f"overlap {_key(sources, heldout)} {exclusion.identity}"
+    values = _from_cache(key, lambda: asdict(_count_overlap(sources, exclusion, heldout, encoders)))
+    return Overlap(**values)
 
-    The result is stored in the cache of `datasets`: a large data set takes minutes.
+
+def _key(sources: Sequence[Source], heldout: HeldoutDocuments) -> str:
+    """What determines the documents, and which of them are held out."""
+    limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
+    return f"{[source.identify() for source in sources]} {limits}"
+
+
+def _from_cache(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, a JSON value, or what an earlier run has stored of it in the cache of
+    `datasets`: to read all documents of a large data set takes minutes.
+
+    key: All that the value depends on.
     """
-    path = _cache_path(sources, exclusion, heldout)
-    with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
-        return Overlap(**json.loads(path.read_text()))
-
-    overlap = _count_overlap(sources, exclusion, heldout, encoders)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(asdict(overlap)))
-    return overlap
-
-
-def _cache_path(sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments) -> Path:
-    """Where the overlap of this data with this held-out text is stored."""
     from datasets.config import HF_DATASETS_CACHE
 
-    limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
-    key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{digest}.json"
+    path = Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{digest}.json"
+    with suppress(OSError, ValueError):  # it is not there, or damaged
+        return json.loads(path.read_text())
+
+    value = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value))
+    return value
 
 
 def _count_overlap(
@@ -103,6 +143,7 @@ def _count_overlap(
 ) -> Overlap:
     passages = exclusion.passages
     documents = 0
+    kept_whole = 0
     is_repeated = np.zeros(len(passages.hashes), bool)  # by passage of the held-out text
     for source in sources:
         for row in source.rows():
@@ -112,9 +153,11 @@ def _count_overlap(
 
             trained = row if limit is None else (encoders.text.beginning(row[0], limit),)
             numbers = passages.found_in(searched_text(trained))
-            if len(numbers) or exclusion.remainder(trained) != [trained]:
+            if exclusion.remainder(trained) != [trained]:
                 documents += 1
                 is_repeated[numbers] = True
+            elif len(numbers):
+                kept_whole += 1
 
     share = float(is_repeated.mean()) if len(is_repeated) else 0.0
-    return Overlap(documents, share, passages.whole)
+    return Overlap(documents, share, kept_whole, passages.whole)

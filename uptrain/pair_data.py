@@ -5,6 +5,7 @@ They are rows of two columns, plain text with spans left out, or what the teache
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,12 +13,12 @@ import numpy as np
 from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
+from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Ints
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.dataloader import Dataloader, MakePair
-from gqa.uptrain.heldout_blocks import blocks_to_hold_back, passages_to_exclude
+from gqa.uptrain.heldout_blocks import blocks_to_hold_out, without_passages
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.overlap import find_overlap
 from gqa.uptrain.run_length import count_blocks, count_steps, decide_block_and_batch
 from gqa.uptrain.text_data import TextDataBuilder, percent
 
@@ -48,23 +49,23 @@ class PairDataBuilder:
     """Makes the dataloader of a run on pairs.
 
     Attributes:
-        text: Makes the blocks of plain or generated text that become pairs.
+        text_builder: Makes the blocks of plain or generated text that become pairs.
         encoder: Makes pairs for this encoder-decoder.
     """
 
-    text: TextDataBuilder
+    text_builder: TextDataBuilder
     encoder: PairEncoder
 
     @property
     def options(self) -> TrainOptions:
         """The options of the run."""
-        return self.text.options
+        return self.text_builder.options
 
     def build(self) -> Dataloader:
         """The data that the options name. Raises RefusedError and CorpusError."""
         options = self.options
         if options.target_column:
-            return self._stored_pairs(self.text.largest)
+            return self._stored_pairs(self.text_builder.largest)
 
         # Before text is generated, which may take hours
         if options.heldout or not options.is_generated:
@@ -75,13 +76,13 @@ class PairDataBuilder:
 
     def _corrupted(self) -> Dataloader:
         """Blocks of text, each with spans left out."""
-        loader = self.text.build()
+        loader = self.text_builder.build()
         heldout = _make_pairs(self._corrupt, loader.heldout_blocks)
         return replace(loader, heldout_blocks=heldout, make_pair=self._corrupt)
 
     def _generated(self) -> Dataloader:
         """Pairs that the teacher writes; held-out text that is named has spans left out."""
-        loader = self.text.build()
+        loader = self.text_builder.build()
         # The pairs that were generated for it, unless --heldout names text.
         make_heldout = self._corrupt if self.options.heldout else _unpack_generated
         heldout = _make_pairs(make_heldout, loader.heldout_blocks)
@@ -110,26 +111,24 @@ class PairDataBuilder:
         Lengths count pairs, not tokens, so alpha is a share of the pairs.
         """
         options = self.options
-        sources = data_sources(options)
+        sources: Sequence[Source] = data_sources(options)
         table = tokenize_pairs(sources, self.encoder)
-        in_pairs = self._options_in_pairs(table, side_length)
-        heldout, heldout_pairs = self._heldout_pairs(table, in_pairs, side_length)
+        counted_in_pairs = self._counted_in_pairs(table, side_length)
+        heldout, heldout_pairs = self._heldout_pairs(table, counted_in_pairs, side_length)
 
         overlap = None
         if heldout_pairs:
-            encoders = self.text.encoders
-            exclusion = passages_to_exclude(options, sources, heldout, encoders)
-            overlap = find_overlap(sources, exclusion, heldout, encoders)
+            encoders = self.text_builder.encoders
+            sources, overlap = without_passages(options, sources, heldout, encoders)
             if overlap.documents:
-                remaining = [source.excluding(exclusion) for source in sources]
-                table = tokenize_pairs(remaining, self.encoder)
-                in_pairs = self._options_in_pairs(table, side_length)
+                table = tokenize_pairs(sources, self.encoder)
+                counted_in_pairs = self._counted_in_pairs(table, side_length)
 
         lengths = heldout.lengths(table)  # (D,): 1 of a pair to train on, 0 of one held out
         available = int(lengths.sum())
-        n_blocks = count_blocks(in_pairs, available)
-        steps = count_steps(n_blocks, in_pairs)
-        trained = steps * in_pairs.blocks_per_step
+        n_blocks = count_blocks(counted_in_pairs, available)
+        steps = count_steps(n_blocks, counted_in_pairs)
+        trained = steps * counted_in_pairs.blocks_per_step
         distinct = min(trained, available)
         order = reading_order(table, lengths, n_blocks, options.seed)
 
@@ -148,7 +147,7 @@ class PairDataBuilder:
             summary += f"; {n_cut:,} {are} cut to {side_length} a side"
 
         return Dataloader(
-            options=replace(options, context=side_length, batch_size=in_pairs.batch_size),
+            options=replace(options, context=side_length, batch_size=counted_in_pairs.batch_size),
             blocks=PairBlocks(table, order, self.encoder, side_length),
             steps=steps,
             fingerprint=table.fingerprint,
@@ -159,7 +158,7 @@ class PairDataBuilder:
         )
 
     def _heldout_pairs(
-        self, table: Documents, in_pairs: TrainOptions, side_length: int
+        self, table: Documents, counted_in_pairs: TrainOptions, side_length: int
     ) -> tuple[HeldoutDocuments, list[Block]]:
         """The pairs that training skips, and some of them, evenly spaced, that measure it.
 
@@ -172,10 +171,12 @@ class PairDataBuilder:
             numbers = np.arange(len(heldout_table))
         else:
             heldout_table = table
-            heldout = HeldoutDocuments(hold_back(table, blocks_to_hold_back(in_pairs, table)))
+            heldout = HeldoutDocuments(
+                hold_back(table, blocks_to_hold_out(counted_in_pairs, table))
+            )
             numbers = np.flatnonzero(heldout.lengths(table) == 0)
 
-        n_measured = min(in_pairs.heldout_tokens, len(numbers))
+        n_measured = min(counted_in_pairs.heldout_tokens, len(numbers))
         picked = numbers[np.linspace(0, len(numbers) - 1, n_measured).astype(int)]
         pairs = PairBlocks(heldout_table, picked, self.encoder, side_length)
         return heldout, [pairs[number] for number in range(n_measured)]
@@ -193,12 +194,11 @@ class PairDataBuilder:
         tokens: Ints = np.minimum(self._tokens_of_sides(table), side_length).sum(0)
         return tokens
 
-    def _options_in_pairs(self, table: Documents, side_length: int) -> TrainOptions:
-        """The options with a *pair* as the unit of length, for the functions of `run_length`, which
-        know only tokens and blocks: `context` is 1 (a block is one pair), and `tokens` and
-        `heldout_tokens` are numbers of pairs. They are for counting only: `_stored_pairs` puts
-        the real `context` back. The pairs are those of a table, each side cut to `side_length`
-        tokens.
+    def _counted_in_pairs(self, table: Documents, side_length: int) -> TrainOptions:
+        """Options for counting only, with a *pair* as the unit of length, for functions that know
+        only tokens and blocks: `context` is 1 (a block is one pair), and `tokens` and
+        `heldout_tokens` are numbers of pairs. `_stored_pairs` puts the real `context` back. The
+        pairs are those of a table, each side cut to `side_length` tokens.
         """
         options = self.options
         mean_tokens = float(self._tokens_of_pairs(table, side_length).mean())
@@ -206,8 +206,8 @@ class PairDataBuilder:
         if tokens:
             tokens = _pairs_of_tokens(tokens, mean_tokens)
         heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
-        in_pairs = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
-        return decide_block_and_batch(in_pairs, len(table), 1, self.text.ranks)
+        counted = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
+        return decide_block_and_batch(counted, len(table), 1, self.text_builder.ranks)
 
 
 def _make_pairs(make: MakePair, blocks: list[Block]) -> list[Block]:

@@ -17,7 +17,7 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.write import finite
-from gqa.corpus.specs import parse_self
+from gqa.corpus.specs import heldout_of_built_in, parse_self
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
@@ -78,8 +78,8 @@ def options_used(setup: Setup) -> TrainOptions:
         repeats = not plain and not setup.model.config.is_encoder_decoder
 
     heldout = options.heldout
-    if not heldout and options.data == ("stdlib:train",) and not options.heldout_fraction:
-        heldout = "stdlib:heldout"
+    if not heldout and not options.heldout_fraction:
+        heldout = heldout_of_built_in(options.data)
 
     return replace(
         options,
@@ -96,9 +96,9 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
 
     `heldout_before`, `heldout_after`: cross-entropy on held-out text. `distillation_before`,
     `distillation_after`: KL divergence from the teacher on it. `training`: cross-entropy of the
-    last step. `chosen_by`: `distillation` or `heldout`, whichever is lowest at the best step; None
-    if nothing is held out. `rate_cuts`: how often the run went back to its best weights at a third
-    of the learning rate.
+    last step. `chosen_by`: the loss by which the best step was chosen, `distillation` with a
+    teacher, else `heldout`; None if nothing is held out. `rate_cuts`: how often the run went back
+    to its best weights at a third of the learning rate.
     """
     distills = setup.options.distills
     losses: dict[str, Any] = {

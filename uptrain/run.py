@@ -61,7 +61,10 @@ def _look_again(run: Run) -> Run:
     """
     state = from_main(lambda: run.states.state_to_continue(run.description))
     on_main(run.open_output)  # checks it: the other run may have written it
-    if state is None and run.continues_from is not None:
+    is_gone = state is None and run.continues_from is not None
+    must_train = state is None or not state.is_trained
+    # A run that found trained weights has loaded nothing, so it cannot train
+    if is_gone or (must_train and not isinstance(run, Setup)):
         raise RefusedError(
             "another run of the same command ended while this one was prepared; repeat the command"
         )
@@ -139,7 +142,7 @@ def _no_memory(setup: Setup) -> Exception:
     """The error of a run whose device has too little memory: what needs less, and what is saved."""
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-        f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
+        f"{setup.micro_batch}) or --context (now {setup.options.block_size}), or pass "
         "--gradient-checkpointing, --train kv or --optimizer adafactor"
     )
     if setup.states.step_directories():

@@ -18,7 +18,10 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import depends_on_length
 
 MAX_PAIR = 512  # most tokens of a source or target with relative positions, as for T5
-ENDLESS = 2**62  # tokens of a stream
+# More tokens than any run reads: of a stream, of `self`, and of text that is not read yet
+ENDLESS = 2**62
+STEP_DIGITS = 8  # of the number of a step, in the names of states
+_MOST_STEPS = 10**STEP_DIGITS - 1
 # A run has at least so many steps, if smaller batches and blocks allow it
 _MIN_STEPS = 250
 _MAX_BATCH = 8  # blocks of a step
@@ -89,14 +92,14 @@ def length_without_data(
     largest = largest_block(config, checkpoint, options)
     if config.is_encoder_decoder:
         return None
-    stated = parse_self(options.data[0])[0] if options.is_generated else None
-    if options.alpha is not None and not stated:
+    stated_tokens = parse_self(options.data[0])[0] if options.is_generated else None
+    if options.alpha is not None and not stated_tokens:
         return None
 
-    data_tokens = stated or ENDLESS  # shorter text is read again
+    data_tokens = stated_tokens or ENDLESS  # shorter text is read again
     options = decide_block_and_batch(options, data_tokens, largest, processes)
     steps = count_steps(count_blocks(options, data_tokens), options)
-    return Length(steps, options.blocks_per_step, options.block)
+    return Length(steps, options.blocks_per_step, options.block_size)
 
 
 def decide_block_and_batch(
@@ -133,51 +136,57 @@ def decide_block_and_batch(
 
 
 def count_blocks(options: TrainOptions, data_tokens: int) -> int:
-    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or
-    that `steps` need; without these, all of `--data self:TOKENS`. With repeats alpha counts the
-    blocks of text alone.
+    """Number of blocks to train on: those that `steps` need, or that fit into the wanted tokens.
+    With repeats alpha counts the blocks of text alone.
 
     Raises CorpusError if that is less than one block, RefusedError if it is more than --data
     self:TOKENS states.
     """
-    alpha = options.alpha
-    tokens = options.tokens if options.lengths else data_tokens
-    size = options.block
+    _require_a_block(options, data_tokens)
+    if options.steps is not None:
+        blocks = options.steps * options.blocks_per_step
+    else:
+        blocks = _wanted_tokens(options, data_tokens) // options.block_size
+    if options.alpha is not None and options.repeats:
+        blocks = blocks_with_text(blocks)
+    _check_stated_tokens(options, blocks, data_tokens)
+    return blocks
 
+
+def _require_a_block(options: TrainOptions, data_tokens: int) -> None:
+    """Raise CorpusError if the data has less than one block."""
     if not data_tokens:
         raise CorpusError(
             "all documents are held out and none is left to train on; hold out other or fewer "
             "documents"
         )
-    if data_tokens < size:
+    if data_tokens < options.block_size:
         raise CorpusError(
-            f"the data has {data_tokens} tokens, less than one block of {size}; pass more data, "
-            "or a smaller --context"
+            f"the data has {data_tokens} tokens, less than one block of {options.block_size}; pass "
+            "more data, or a smaller --context"
         )
 
-    if options.steps is not None:
-        blocks = options.steps * options.blocks_per_step
-        _check_stated_tokens(options, blocks, data_tokens)
-        return blocks
+
+def _wanted_tokens(options: TrainOptions, data_tokens: int) -> int:
+    """Tokens to train on: alpha x all tokens, or `tokens`, or without both all of the data.
+
+    Raises CorpusError if they are less than one block.
+    """
+    alpha = options.alpha
+    tokens = options.tokens or data_tokens
+    length = f"--tokens is {tokens}"
     if alpha is not None:
         # Decimal: 0.29 of 100 is 29, not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
-    assert tokens is not None
-    if tokens < size:
-        if options.target_column:  # --tokens is one pair at least
-            raise CorpusError(f"--alpha {alpha:g} is less than one pair; pass more")
-        length = f"--tokens is {tokens}"
-        if alpha is not None:
-            length = f"--alpha {alpha:g} is {tokens} tokens"
-        raise CorpusError(
-            f"{length}, less than one block of {size}; pass more, or a smaller --context"
-        )
+        length = f"--alpha {alpha:g} is {tokens} tokens"
+    if tokens >= options.block_size:
+        return tokens
 
-    blocks = tokens // size
-    if alpha is not None and options.repeats:
-        return blocks_with_text(blocks)
-    _check_stated_tokens(options, blocks, data_tokens)
-    return blocks
+    if options.target_column:  # --tokens is one pair at least
+        raise CorpusError(f"--alpha {alpha:g} is less than one pair; pass more")
+    raise CorpusError(
+        f"{length}, less than one block of {options.block_size}; pass more, or a smaller --context"
+    )
 
 
 def count_text_blocks(blocks: int) -> int:
@@ -194,7 +203,7 @@ def blocks_with_text(text_blocks: int) -> int:
 
 def _check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int) -> None:
     """Raise RefusedError if so many blocks are more than `--data self:TOKENS` states."""
-    tokens = n_blocks * options.block
+    tokens = n_blocks * options.block_size
     if options.is_generated and tokens > data_tokens:
         raise RefusedError(
             f"training takes {tokens:,} tokens, more than --data {options.data[0]}; raise that "
@@ -203,12 +212,17 @@ def _check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int)
 
 
 def count_steps(n_blocks: int, options: TrainOptions) -> int:
-    """Whole batches in so many blocks. Raises RefusedError if there is none."""
+    """Whole batches in so many blocks. Raises RefusedError if there is none, or too many."""
     steps = n_blocks // options.blocks_per_step
+    if steps > _MOST_STEPS:
+        length = next(iter(options.lengths), "the data")
+        raise RefusedError(
+            f"{length} makes {steps:,} steps, more than the {_MOST_STEPS:,} of a run; pass less"
+        )
     if steps:
         return steps
 
-    unit = "pairs" if options.target_column else f"blocks of {options.block} tokens"
+    unit = "pairs" if options.target_column else f"blocks of {options.block_size} tokens"
     too_few = f"only {n_blocks} {unit}, less than one batch of {options.batch_size}"
     if options.lengths:
         (length,) = options.lengths

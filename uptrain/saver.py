@@ -12,11 +12,17 @@ from gqa.core.console import Watcher
 from gqa.core.errors import OutputError
 from gqa.corpus.streamed import Bookmark, saved_lanes_of
 from gqa.uptrain.evaluation import Weights
+from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress, state_record
 
 STATE_SECONDS = 600  # between two states, at least
 STATE_SHARE = 50  # between two states, at least so many times the seconds that saving one takes
+
+
+def states_kept(options: TrainOptions) -> int:
+    """How many states of a run are kept. While one is saved, they are still there."""
+    return 2 if options.save_every else 1
 
 
 class Saver:
@@ -80,9 +86,15 @@ class Saver:
             unreadable_text=unreadable_text,
         )
 
-        keep = 2 if setup.options.save_every else 1
         try:
-            setup.states.save(setup.accelerator, self._wrapped, self._optimizer, best, record, keep)
+            setup.states.save(
+                setup.accelerator,
+                self._wrapped,
+                self._optimizer,
+                best,
+                record,
+                keep=states_kept(setup.options),
+            )
         except OutputError as error:
             if stops:
                 raise

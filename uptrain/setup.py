@@ -20,7 +20,9 @@ from gqa.core.errors import RefusedError
 from gqa.models.classes import check_predicts_tokens, read_auto_config
 from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.accelerator import make_accelerator, precision_name
+from gqa.uptrain.adapters import require_peft
 from gqa.uptrain.build_data import build_data
+from gqa.uptrain.data_sources import named_sources
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.defaults import decide_defaults
 from gqa.uptrain.frozen_weights import round_frozen_weights
@@ -65,30 +67,21 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Resolved):
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
     Attributes:
         options: Those of `Resolved`, with precision decided.
         out: The output directory.
-        teacher_text: The teacher, or why there is none, in words.
         accelerator: Of this process.
-        checkpoint: The model that is trained.
-        teacher_checkpoint: The teacher, if there is one.
-        config: transformers' config of the model.
         states: What unfinished work is stored in.
         description: What makes it this run, by `describe_run`.
         continues_from: The saved state from which the run goes on; None if it begins at step 0. If
             its training is done, only the result is to be written.
     """
 
-    options: TrainOptions
     out: Path
-    teacher_text: str
     accelerator: Accelerator
-    checkpoint: Checkpoint
-    teacher_checkpoint: Checkpoint | None
-    config: Any
     states: States
     description: dict[str, Any]
     continues_from: State | None
@@ -109,7 +102,7 @@ class Setup(Run):
     step.
 
     Attributes:
-        options: Those of `Run`, with context and batch_size decided.
+        options: Those of `Run`, with context and batch_size decided; `dataloader` has the same.
         model: The model that is trained.
         training_model: The same with its loss and its teacher.
         dataloader: The text, in blocks.
@@ -130,8 +123,8 @@ def prepare(
     shares_states: bool = True,
 ) -> Run:
     """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the
-    weights already and could not write its result. Raises RefusedError or CorpusError, before
-    anything is written to the output.
+    weights already and could not write its result. Raises RefusedError, or OutputError if there is
+    no space for the result, before anything is written to the output.
 
     Args:
         argv: Arguments of the command.
@@ -176,6 +169,11 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
     options.check(processes)
     if config.is_encoder_decoder:
         check_pair_options(options, checkpoint.name)
+
+    # What does not exist is refused now: before weights are fetched, which may take hours
+    named_sources(options)
+    if options.scope == "lora":
+        require_peft()
     length = length_without_data(options, config, checkpoint, processes)
     return Resolved(options, teacher_text, checkpoint, teacher, config, length)
 
@@ -199,7 +197,7 @@ def open_run(
 
     # Refuses a bad output now
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out
-    require_space(checkpoint.nbytes, out)
+    require_space(checkpoint.nbytes, out, what="the result takes")
 
     # Each process looked for the base model itself
     if options.teacher != from_main(lambda: options.teacher):
@@ -207,11 +205,11 @@ def open_run(
             f"this process has another teacher ({resolved.teacher_text}) than the main process; "
             "pass it with --teacher, by a name that all machines can read"
         )
+    accelerator = make_accelerator(options)  # refuses a device that is not there
     fetch_weights(checkpoint)
     if teacher:
         fetch_weights(teacher)
 
-    accelerator = make_accelerator(options)
     options = replace(options, precision=precision_name(options))
     description = describe_run(options, checkpoint, teacher, str(accelerator.device), argv)
     states = States(states_directory(out), out)
@@ -219,13 +217,9 @@ def open_run(
         states = find_states(out, description)
     continues_from = from_main(lambda: states.state_to_continue(description))
     return Run(
-        options=options,
+        **vars(replace(resolved, options=options)),
         out=out,
-        teacher_text=resolved.teacher_text,
         accelerator=accelerator,
-        checkpoint=checkpoint,
-        teacher_checkpoint=teacher,
-        config=resolved.config,
         states=states,
         description=description,
         continues_from=continues_from,
@@ -241,9 +235,11 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
         options.check(processes)
         run = replace(run, options=options)
 
+    # Models first: the text may take hours to write, and a model that cannot be loaded is refused
+    # before
     tokenizer = load_tokenizer(run.checkpoint, run.options.trust_remote_code)
     model, teacher, training_model = _load_models(run, tokenizer)
-    dataloader = _build_data(run, model, teacher, tokenizer, watcher)
+    dataloader = _build_data_and_move_models(run, model, teacher, tokenizer, watcher)
 
     options = dataloader.options
     blocks_of_process = options.blocks_per_step // processes
@@ -305,7 +301,7 @@ def _check_teacher(run: Run, teacher: Checkpoint, tokenizer: Any) -> None:
     check_teacher(teacher_config, teacher_tokenizer, run.config, tokenizer, teacher.name)
 
 
-def _build_data(
+def _build_data_and_move_models(
     run: Run,
     model: PreTrainedModel,
     teacher: PreTrainedModel | None,

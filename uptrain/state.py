@@ -1,14 +1,19 @@
 """The states of a run: saved while it trains, loaded by the same command to continue it.
 
-They are in `OUT-state`, a directory `step-N` each (state_files.py). `trained` is the last one: the
-tensors of the result that training has changed, as they will be stored, and its record. It is
-written before the result, so that whatever goes wrong then, the same command only writes the result
-again.
+`Saver` (saver.py) decides when a state is saved, `States` where, and which are kept;
+state_files.py writes and reads the files of one.
+
+`trained` is the last state: the tensors of the result that training has changed, as they will be
+stored, and its record. It is written before the result, so that whatever goes wrong then, the same
+command only writes the result again.
 
 A run with another OUT finds the states by what the run is, the fingerprint of its identity: an
-entry on a shelf (core/shelves.py) says where they are. The entry also keeps `trained` if the disk
-of OUT-state is full. A *place* is a directory that may hold states: `OUT-state`, or an *entry* on a
-*shelf*.
+*entry* on a *shelf* (core/shelves.py) says where they are. A *place* is a directory that may hold
+states:
+
+    place        what is in it
+    OUT-state    a directory `step-N` of each state, `trained`, and the log
+    entry        a mark that names OUT-state, and `trained` if the disk of OUT-state is full
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from gqa.core.devices import from_main, on_main
 from gqa.core.errors import OutputError, RefusedError, explain
 from gqa.core.run_directory import RunDirectory, differences, fingerprint, refuse_another
 from gqa.uptrain.identity import CONTENT_OF_DATA, command_of
+from gqa.uptrain.run_length import STEP_DIGITS
 from gqa.uptrain.state_files import (
     PARTIAL,
     TRAINED,
@@ -44,7 +50,7 @@ from gqa.uptrain.state_files import (
 )
 
 METRICS_LOG = "metrics.jsonl"
-_STEP = f"step-{'[0-9]' * 8}"
+_STEP = f"step-{'[0-9]' * STEP_DIGITS}"
 # Every name that is replaced or removed in OUT-state, where users may have other files.
 _OURS = (
     _STEP,
@@ -197,7 +203,7 @@ class States:
         """Write the state of all ranks, rename it when it is complete, and remove older ones
         until `keep` are left. Raises OutputError; then the states before are still there.
         """
-        work = self.directory / f"step-{record['step']:08d}{PARTIAL}"
+        work = self.directory / f"step-{record['step']:0{STEP_DIGITS}d}{PARTIAL}"
         try:
             work.mkdir(parents=True, exist_ok=True)
             write_tensors(work, accelerator, model, optimizer, best)
@@ -245,8 +251,8 @@ class States:
         raise OutputError(f"the trained weights could not be saved ({'; '.join(reasons)})")
 
     def _places_by_room(self, size: int, result_size: int) -> list[Path]:
-        """All places where `trained` may be written, those with room for it first: on the disk of
-        the output also for the result. The others are tried too, as the room is an estimate.
+        """The places where `trained` may be written, those with room for it first: on the disk of
+        the output also for the result. The other is tried too, as the room is an estimate.
         """
         output_disk = existing_parent(self.output).stat().st_dev
         places = self._places_with(self._register())
@@ -373,6 +379,7 @@ def states_directory(output: Path) -> Path:
 
 def find_states(output: Path, description: dict[str, Any]) -> States:
     """The states of a run: next to its output, or where a run with another output left them.
+    Raises RefusedError if this run cannot continue those.
 
     An entry on a shelf whose directory is gone, but which has the trained weights, is changed to
     point to the directory next to this output.
@@ -400,7 +407,10 @@ def _find_states(output: Path, description: dict[str, Any]) -> States:
         if not shelves.is_private(elsewhere):
             continue
         other = States(elsewhere, output, here.fingerprint)
-        with suppress(RefusedError):  # damaged: it is refused for the output that it belongs to
-            if other.state_to_continue(description):
-                return other
+        try:
+            other.latest()
+        except RefusedError:  # damaged: it is refused for the output that it belongs to
+            continue
+        if other.state_to_continue(description):
+            return other
     return here

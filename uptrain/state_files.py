@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -141,12 +142,22 @@ def write_tensors(
 ) -> None:
     """Write weights, optimizer, random states and the best weights. All ranks call it; it returns
     on all when all have written, or fails on all.
+
+    Raises OSError, RuntimeError and CheckpointException.
     """
-    save_accelerator_state(str(directory), [], [], [], [], accelerator.process_index, 0)
     weights, moments = get_state_dict(model, optimizer.optimizer, options=_TRAINED_ONLY)
     state_dict_saver.save(
         {"model": weights, "optimizer": moments, "best": best}, checkpoint_id=directory / _SHARDS
     )
+
+    # Each rank writes this file by itself, and the others must hear of its error
+    error: OSError | RuntimeError | None = None
+    try:
+        save_accelerator_state(str(directory), [], [], [], [], accelerator.process_index, 0)
+    except (OSError, RuntimeError) as raised:
+        error = raised
+    if any(gather_object([error is not None])):
+        raise error or OSError("another process could not write its random states")
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
@@ -183,10 +194,11 @@ def remove_state(path: Path) -> None:
         path.unlink()
 
 
-def load(
+def read_tensors(
     state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]
 ) -> None:
-    """Read weights, optimizer and random states, and the best weights into the tensors of `best`.
+    """Read what `write_tensors` has written: weights, optimizer and random states, and the best
+    weights into the tensors of `best`.
 
     Ranks and shards may be others than when it was saved. Raises RefusedError if the state cannot
     be read.
@@ -194,7 +206,7 @@ def load(
     path = state.path
     shards = path / _SHARDS
     with _readable(path):
-        FileSystemReader(shards).read_metadata()  # `load` would log every error of it
+        FileSystemReader(shards).read_metadata()  # loading would log every error of it
         weights, moments = get_state_dict(model, optimizer.optimizer, options=_TRAINED_ONLY)
         state_dict_loader.load({"model": weights, "best": best}, checkpoint_id=shards)
         # Parameters without gradients have no moments

@@ -12,6 +12,7 @@ from gqa.uptrain.advice import next_line
 from gqa.uptrain.dry_run import DryRun
 from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.saver import states_kept
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
@@ -43,7 +44,7 @@ def plan_lines(run: Run) -> list[str]:
         output_line,
     ]
     overlap = setup.dataloader.overlap
-    if overlap and overlap.documents:
+    if overlap and overlap.was_found:
         lines.append(f"excluded    {overlap}")
 
     dropout = setup.training_model.dropout
@@ -92,11 +93,13 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     activations = "activations come on top"
     if needs.activations is not None:
         activations = f"about {size(needs.activations)} of activations on top"
+    kept = states_kept(options)
+    times = "twice" if kept == 1 else f"{kept + 1} times"
     lines += [
         f"memory      {size(needs.memory)} on a GPU ({listed}); {activations}",
         f"output      {options.output}",
-        f"disk        {size(needs.result)} for the result; {size(needs.state)} for a "
-        "saved state, twice while the next one is saved",
+        f"disk        {size(needs.result)} for the result; {size(needs.state)} for a saved state, "
+        f"{times} while the next one is saved",
         "dry run     no weights were read, and nothing was written",
     ]
     return lines

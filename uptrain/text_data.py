@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,20 +13,21 @@ from gqa.convert.generate.self_samples import SampledBlocks
 from gqa.core.errors import plural
 from gqa.corpus.blocks import SHORTEST, Blocks
 from gqa.corpus.encoders import Encoders
-from gqa.corpus.reading_order import count_in_loss, reading_order
+from gqa.corpus.reading_order import HeldoutDocuments, count_in_loss, reading_order
+from gqa.corpus.sources import Source
 from gqa.corpus.specs import parse_self
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import tokenize
+from gqa.corpus.tokens import Documents, Ints, tokenize
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.heldout_blocks import (
+    blocks_of_drawn_text,
     blocks_of_named_text,
-    blocks_of_the_end,
     most_measured_blocks,
     passages_to_exclude,
+    without_passages,
 )
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.overlap import find_overlap
 from gqa.uptrain.run_length import (
     ENDLESS,
     count_blocks,
@@ -63,66 +64,36 @@ class TextDataBuilder:
             return self._generated()
         if self.options.streaming:
             return self._streamed()
-        return self._stored()
+        return self._from_documents()
 
-    def _stored(self) -> Dataloader:
+    def _from_documents(self) -> Dataloader:
         """Blocks of documents whose tokens are stored."""
-        sources = data_sources(self.options)
+        sources: Sequence[Source] = data_sources(self.options)
         text = tokenize(sources, self.encoders)
         options = self._with_block_and_batch(int(text.lengths.sum()))
-        size = options.block
-        if size < 2 * SHORTEST:
-            options = replace(options, repeats=False)  # no passage fits twice
 
         heldout, heldout_blocks = blocks_of_named_text(options, self.encoders)
         if not heldout_blocks:
-            heldout, heldout_blocks = blocks_of_the_end(options, text)
-
+            heldout, heldout_blocks = blocks_of_drawn_text(options, text)
         overlap = None
         if heldout_blocks:
-            exclusion = passages_to_exclude(options, sources, heldout, self.encoders)
-            overlap = find_overlap(sources, exclusion, heldout, self.encoders)
+            sources, overlap = without_passages(options, sources, heldout, self.encoders)
             if overlap.documents:
-                remaining = [source.excluding(exclusion) for source in sources]
-                text = tokenize(remaining, self.encoders)
+                text = tokenize(sources, self.encoders)
 
-        lengths = heldout.lengths(text)
-        data_tokens = int(lengths.sum())
-        steps = count_steps(count_blocks(options, data_tokens), options)
-        n_blocks = steps * options.blocks_per_step
-        # Blocks that repeat passages take them from the blocks of text before, so they read no
-        # further.
-        text_blocks = n_blocks
-        if options.repeats:
-            text_blocks = count_text_blocks(n_blocks)
-        read_tokens = text_blocks * size
-        distinct = min(read_tokens, data_tokens)
-        order = reading_order(text, lengths, read_tokens, options.seed)
-
-        summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
-        if text.has_masks:
-            counted = count_in_loss(text, lengths, order, distinct)
-            summary += f", {counted:,} of which count in the loss"
-        summary += f", in {plural(text_blocks, 'block')} of {size:,}"
-        if read_tokens > data_tokens:
-            summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
-        if n_blocks > text_blocks:
-            repeating = plural(n_blocks - text_blocks, "more block")
-            summary += f"; {repeating} with repeated passages of them"
-        if not text.divisible:
-            longer = int((lengths[np.unique(order)] > size).sum())
-            if longer:
-                summary += f"; {plural(longer, 'chat')} longer than a block, and cut there"
-
+        reading = _plan_reading(options, text, heldout)
+        blocks = Blocks(
+            text, reading.order, reading.block_size, reading.text_blocks, reading.lengths
+        )
         return Dataloader(
             options=options,
-            blocks=Blocks(text, order, size, text_blocks, lengths),
-            steps=steps,
+            blocks=blocks,
+            steps=reading.steps,
             fingerprint=text.fingerprint,
-            summary=summary,
+            summary=_summary(text, reading),
             heldout_blocks=heldout_blocks,
-            distinct_tokens=distinct,
-            data_tokens=data_tokens,
+            distinct_tokens=reading.distinct_tokens,
+            data_tokens=reading.data_tokens,
             overlap=overlap,
         )
 
@@ -141,7 +112,7 @@ class TextDataBuilder:
         blocks = StreamedBlocks(
             source,
             self.encoders.of(source),
-            block_size=options.block,
+            block_size=options.block_size,
             heldout=heldout,
             batch=options.blocks_per_step,
         )
@@ -174,12 +145,12 @@ class TextDataBuilder:
         n_heldout = 0
         if not heldout_blocks:
             n_heldout = most_measured_blocks(options)
-        blocks = self.write(options.block, n_heldout + count)
+        blocks = self.write(options.block_size, n_heldout + count)
         if not heldout_blocks:
             heldout_blocks = [blocks[number] for number in range(n_heldout)]
 
         teacher = Path(options.teacher).absolute().name
-        summary = f"{plural(count, 'block')} of {options.block:,} tokens from {teacher}"
+        summary = f"{plural(count, 'block')} of {options.block_size:,} tokens from {teacher}"
         return Dataloader(
             options=options,
             blocks=blocks,
@@ -191,8 +162,85 @@ class TextDataBuilder:
         )
 
     def _with_block_and_batch(self, data_tokens: int) -> TrainOptions:
-        """The options for data of so many tokens, with context and batch_size decided."""
-        return decide_block_and_batch(self.options, data_tokens, self.largest, self.ranks)
+        """The options for data of so many tokens, with context and batch_size decided, and without
+        repeats if no passage fits twice into a block.
+        """
+        options = decide_block_and_batch(self.options, data_tokens, self.largest, self.ranks)
+        if options.block_size < 2 * SHORTEST:
+            return replace(options, repeats=False)
+        return options
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Which of D documents are read, in which order, and in how many blocks.
+
+    Attributes:
+        lengths: (D,) tokens of each document to train on; what follows them is held out.
+        order: (N,) numbers of the documents in the order in which they are read.
+        block_size: Tokens of a block.
+        steps: Steps of the run.
+        n_blocks: Blocks of the run.
+        text_blocks: How many of them are text. The others repeat passages of these.
+    """
+
+    lengths: Ints
+    order: Ints
+    block_size: int
+    steps: int
+    n_blocks: int
+    text_blocks: int
+
+    @property
+    def data_tokens(self) -> int:
+        """Tokens that are not held out."""
+        return int(self.lengths.sum())
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that are read; more than `data_tokens` if the data is read again."""
+        return self.text_blocks * self.block_size
+
+    @property
+    def distinct_tokens(self) -> int:
+        """How many of `data_tokens` are read."""
+        return min(self.read_tokens, self.data_tokens)
+
+
+def _plan_reading(options: TrainOptions, text: Documents, heldout: HeldoutDocuments) -> _Reading:
+    """What a run reads of documents. Raises RefusedError and CorpusError if that is too little."""
+    lengths = heldout.lengths(text)
+    steps = count_steps(count_blocks(options, int(lengths.sum())), options)
+    n_blocks = steps * options.blocks_per_step
+    # With repeats half of the blocks are text: of 1M tokens of the run, 0.5M are read. The others
+    # take their passages from the blocks of text before them.
+    text_blocks = count_text_blocks(n_blocks) if options.repeats else n_blocks
+    order = reading_order(text, lengths, text_blocks * options.block_size, options.seed)
+    return _Reading(lengths, order, options.block_size, steps, n_blocks, text_blocks)
+
+
+def _summary(text: Documents, reading: _Reading) -> str:
+    """What is read of documents, in words."""
+    data_tokens = reading.data_tokens
+    distinct = reading.distinct_tokens
+    summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
+    if text.has_masks:
+        counted = count_in_loss(text, reading.lengths, reading.order, distinct)
+        summary += f", {counted:,} of which count in the loss"
+    summary += f", in {plural(reading.text_blocks, 'block')} of {reading.block_size:,}"
+
+    if reading.read_tokens > data_tokens:
+        times = reading.read_tokens / data_tokens
+        summary += f", read {times:.2f} times, each time in another order"
+    if reading.n_blocks > reading.text_blocks:
+        repeating = plural(reading.n_blocks - reading.text_blocks, "more block")
+        summary += f"; {repeating} with repeated passages of them"
+
+    is_longer_chat = ~text.divisible & (reading.lengths > reading.block_size)  # (D,)
+    longer_chats = int(is_longer_chat[np.unique(reading.order)].sum())
+    if longer_chats:
+        summary += f"; {plural(longer_chats, 'chat')} longer than a block, and cut there"
+    return summary
 
 
 def percent(part: int, whole: int) -> str:

@@ -35,7 +35,7 @@ class PairMaker:
     """Makes pairs of at most `length` tokens a side for a model whose encoder reads text.
 
     It reads them from a data set (`read`), corrupts plain text (`corrupt`), or has the model write
-    them (`write`; `sampled` stores them). `inputs` makes tensors of them.
+    them (`write`; `stored_pairs` keeps them). `inputs` makes tensors of them.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class PairMaker:
         watcher: Watcher,
         trust_remote_code: bool = False,
         vocabulary: int | None = None,
+        attention: str | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +59,7 @@ class PairMaker:
             trust_remote_code: Whether to run the checkpoint's code.
             vocabulary: Token ids of generated pairs are below it, if another model with fewer
                 rows reads them.
+            attention: The attention implementation of transformers; None: that of the class.
 
         Raises:
             RefusedError: The config names no first token.
@@ -70,8 +72,9 @@ class PairMaker:
         self._watcher = watcher
         self._seed = seed
         self._trusted = trust_remote_code
+        self._attention = attention
         self._dtype = str(fast_dtype(device)).removeprefix("torch.")
-        self._model: Any = None  # loaded by the first `_write`
+        self._model: Any = None  # loaded by the first `_sample_texts`
 
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         self._id_limit: int | None = None  # of generated ids, if not that of the model
@@ -118,7 +121,7 @@ class PairMaker:
         """
         encoder = self._encoder
         empty_sources = [[encoder.end]] * count
-        texts = self._write(empty_sources, seed, banned=[*encoder.marks, encoder.end])
+        texts = self._sample_texts(empty_sources, seed, banned=[*encoder.marks, encoder.end])
 
         generator = np.random.default_rng(seed)
         sources = []
@@ -129,14 +132,14 @@ class PairMaker:
                 source = [*text[:-1], encoder.end]
             sources.append(source)
 
-        targets = self._write(sources, derive_seed(seed, "targets"))
+        targets = self._sample_texts(sources, derive_seed(seed, "targets"))
         return list(zip(sources, targets, strict=True))
 
-    def sampled(self, n_blocks: int) -> SampledBlocks:
+    def stored_pairs(self, n_blocks: int) -> SampledBlocks:
         """`n_blocks` generated pairs as blocks, stored in the cache (`store_batches`).
 
-        A block has the `length` tokens of the source and those of the target, each padded with -1.
-        Raises RefusedError.
+        A block has `length` places for the source and as many for the target, each padded with -1:
+        a pair has 2 x `length` tokens, or fewer if a text ends before. Raises RefusedError.
         """
         block_size = 2 * self.length
         path = store_batches(
@@ -144,7 +147,7 @@ class PairMaker:
             block_size=block_size,
             batch_size=_BATCH,
             n_blocks=n_blocks,
-            sample=self._sample_batches,
+            sample=self._batches_of_pairs,
         )
         fingerprint = f"self {path.stem}"
         return SampledBlocks(path, block_size, n_blocks, fingerprint, self._seed, 0, plain=True)
@@ -162,7 +165,7 @@ class PairMaker:
             identity += f" below {self._id_limit}"
         return identity
 
-    def _sample_batches(self, batch_indices: Sequence[int]) -> Iterator[Tensor]:
+    def _batches_of_pairs(self, batch_indices: Sequence[int]) -> Iterator[Tensor]:
         """Write the batches of pairs with these indices, one after the other.
 
         Yields (_BATCH, 2 x `length`) each.
@@ -198,7 +201,7 @@ class PairMaker:
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
-    def _write(
+    def _sample_texts(
         self, sources: Sequence[list[int]], seed: int, banned: Sequence[int] = ()
     ) -> list[list[int]]:
         """Sample a text at temperature 1 for each source: up to EOS or `length` tokens, without
@@ -209,6 +212,7 @@ class PairMaker:
                 str(self._checkpoint.directory),
                 dtype=self._dtype,
                 device=self._device,
+                attention=self._attention,
                 trust_remote_code=self._trusted,
             )
 

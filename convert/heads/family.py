@@ -120,9 +120,10 @@ class Symmetry:
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
         """RoPE of a layer with heads of `dim` numbers.
 
-        Frequencies are empty if keys are not aligned, for which alone they are needed. `length`:
-        tokens of the text, by which dynamic RoPE chooses them. Raises ValueError for an impossible
-        share of rotated dimensions.
+        Frequencies are empty if keys are not aligned, for which alone they are needed, or if the
+        config does not say them or the longest text: then each pair of dimensions is merged alone,
+        for which keys may be rotated. `length`: tokens of the text, by which dynamic RoPE chooses
+        frequencies. Raises ValueError for an impossible share of rotated dimensions.
         """
         parameters, _ = rope_parameters(config, layer)
         if not self._has_rotary(config, layer) or parameters is None:
@@ -139,8 +140,8 @@ class Symmetry:
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.can_align_keys(config):
             return Rotary(dims, self.pairing)
-        frequencies = tuple(rotary_frequencies(config, layer, dims, length))
-        return Rotary(dims, self.pairing, frequencies, longest)
+        frequencies, factor = rotary_frequencies(config, layer, dims, length)
+        return Rotary(dims, self.pairing, tuple(frequencies), longest, factor)
 
 
 Edits = dict[str, Any]
@@ -194,7 +195,9 @@ class Family:
         attention: Names of the self-attention modules below a layer.
         cross_attention: Names of the cross-attention modules below a layer.
         rules: For tensors below these modules that depend on KV heads.
-        unchanged_patterns: Patterns of other tensors, except those that a symmetry names.
+        query_side: Names of W_Q and W_O, where a model type has no symmetry that names them;
+            `refined` trains them. Not all have to be there.
+        unchanged_patterns: Patterns of other tensors, except those of the query side.
         kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part.
             The first is always written; the others, if present, are scaled alike.
         layers_field: The attribute of transformers' config that counts layers.
@@ -212,6 +215,7 @@ class Family:
     attention: tuple[str, ...] = ("self_attn",)
     cross_attention: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = SEPARATE
+    query_side: tuple[str, ...] = ("q_proj", "o_proj", "out_proj", "dense")
     unchanged_patterns: tuple[str, ...] = ()
     kv_fields: tuple[str, ...] = ("num_key_value_heads",)
     layers_field: str = "num_hidden_layers"
@@ -234,3 +238,15 @@ class Family:
             if applies(config):
                 return reason
         return entry
+
+    def query_side_rules(self, config: Any) -> tuple[Rule, ...]:
+        """Rules of the tensors beside keys and values that a method with maps changes.
+
+        Where heads cannot be aligned these are W_Q and W_O, which `refined` trains and stores
+        whole: a plain Layout makes a `Change` of them, whose place the trained tensor takes, but
+        splits no heads.
+        """
+        symmetry = self.symmetry(config)
+        if isinstance(symmetry, Symmetry):
+            return symmetry.query_side_rules
+        return tuple(Rule(name, Layout()) for name in self.query_side)

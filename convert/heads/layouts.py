@@ -50,6 +50,11 @@ class LayerHeads:
     value_dim: int
     keys_only: bool = False
 
+    @property
+    def queries_per_kv(self) -> int:
+        """How many query heads read a KV head."""
+        return self.query // self.kv
+
     def count(self, role: Role) -> int:
         """Number of heads of a role."""
         return self.query if role in QUERY_ROLES else self.kv

@@ -25,13 +25,9 @@ from gqa.models.custom_code import listed_as
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tensors of an attention module that do not change with the number of KV heads: each query head has
-# its own part, or all heads share one.
-_QUERY_SIDE = (
-    "q_proj",
-    "o_proj",
-    "out_proj",
-    "dense",
+# Tensors of an attention module, besides W_Q and W_O (`Family.query_side`), that do not change with
+# the number of KV heads: each query head has its own part, or all heads share one.
+_OF_QUERY_HEADS = (
     "q_norm",
     "query_layernorm",
     "q_layernorm",
@@ -309,9 +305,9 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
 
     name = re.sub(r"\.(weight|bias)$", "", tail)
     family = config.family
-    if name in _QUERY_SIDE or any(
-        fnmatchcase(name, pattern) for pattern in family.unchanged_patterns
-    ):
+    if name in family.query_side or name in _OF_QUERY_HEADS:
+        return
+    if any(fnmatchcase(name, pattern) for pattern in family.unchanged_patterns):
         return
 
     # Tensors that change with maps are known, too, where a method uses none.

@@ -150,7 +150,7 @@ def losses_alone(
     plan's heads.
 
     Layers are fitted to `blocks` (N, T) and measured on `measured` (M, T). Memory: M x T x D
-    numbers for each layer, and the weights of one layer.
+    numbers for each layer, the logits of one block, and the weights of one layer.
     """
     calibrator = Calibrator(plan, blocks, options)
     pair = calibrator.pair
@@ -175,7 +175,8 @@ def losses_alone(
         watcher.update(1)
 
     lost = [0.0] * calibrator.layers
-    for rows in base.batches():
+    for block in range(len(measured)):
+        rows = slice(block, block + 1)
         base_log_probs = pair.base_model.logits(base.hidden[rows]).log_softmax(-1)
         for layer, stream in enumerate(changed_alone):
             log_probs = pair.base_model.logits(stream.hidden[rows]).log_softmax(-1)

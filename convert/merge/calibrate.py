@@ -15,8 +15,9 @@ from torch import Tensor
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.layer import Attention, Layer, check_finite, residual_scale
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.pair import Inputs, ModelPair
+from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.sensitivity import position_weights
+from gqa.convert.merge.streams import Inputs
 from gqa.convert.plan import Plan
 
 
@@ -75,13 +76,13 @@ class Calibrator:
         converted_states = self.calibration_states.converted
         weights = position_weights(converted_states.hidden, converted_states.is_text)
 
-        # 1. Observe: the base model's hidden states go through its layer, and what its attention
-        # adds to them becomes the target of the converted attention.
-        scale = self._residual_scale(base_layer, attentions)
-        targets = self._initial_targets(len(modules), scale)  # of the states before this layer
+        # 1. Observe. Targets are what earlier layers have lost (of the first module only), which
+        # is computed while both models' hidden states are before this layer; then, as the base
+        # model's go through it, also what its attention adds to them.
+        scale = self._scale_of(base_layer, attentions)
+        targets = self._lost_so_far(len(modules), scale)
         for rows, outputs in base_layer.advance_and_observe(base_states, attentions):
             for target, output in zip(targets, outputs, strict=True):
-                # The target of the first module has the drift already (`_initial_targets`).
                 target[rows] += output.to(target.device)
         self._advance_other_texts(base_layer)
 
@@ -93,7 +94,7 @@ class Calibrator:
                 module,
                 base_attention=attentions[number],
                 converted_attention=converted_layer.attention(module.path),
-                stream=converted_states,
+                inputs=converted_states,
                 targets=targets[number],
                 position_weights=weights,
             )
@@ -123,11 +124,12 @@ class Calibrator:
 
     # ------------------------------------------------------------------------------- targets
 
-    def _initial_targets(self, n_modules: int, scale: float | None) -> list[Tensor]:
+    def _lost_so_far(self, n_modules: int, scale: float | None) -> list[Tensor]:
         """Targets (N, T, D) of a layer's modules before the base model's outputs are added.
 
         The first module also corrects the drift: what earlier layers lost of the hidden states. It
-        cannot if the layer does not simply add attention's output (`scale` is None).
+        cannot if the layer does not simply add attention's output (`scale` is None). Those of the
+        other modules are zero.
         """
         hidden = self.calibration_states.converted.hidden
         if scale is None:
@@ -140,11 +142,11 @@ class Calibrator:
 
     def _hand_on_errors(self, task: FitTask, next_target: Tensor) -> None:
         """Add what the converted module misses of its targets to the next module's targets."""
-        for capture in task.converted_attention.capture(task.stream, "attention_output"):
+        for capture in task.converted_attention.capture(task.inputs, "attention_output"):
             attended = capture.attention_output.to(next_target.device)
             next_target[capture.rows] += task.targets[capture.rows] - attended
 
-    def _residual_scale(self, base_layer: Layer, attentions: list[Attention]) -> float | None:
+    def _scale_of(self, base_layer: Layer, attentions: list[Attention]) -> float | None:
         """The factor with which the layer adds attention to the residual stream; None if it does
         not simply add it (`residual_scale`).
         """

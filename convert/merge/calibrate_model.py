@@ -57,8 +57,7 @@ def calibrate_model(
             "stopped"
         )
 
-    assert plan.merge_method is not None
-    trains = "training" in plan.merge_method.settings
+    trains = "training" in plan.method.settings
     stage = "calibrating and refining" if trains else "calibrating"
     watcher.stage(stage, calibrator.layers, "layer", finished.count)
     for layer in range(finished.count, calibrator.layers):
@@ -81,7 +80,8 @@ def _quality_check(
 
     None if there are no blocks, or if the run that is continued did not carry them along.
     """
-    # The state of a run that checked its result has the held-out text too.
+    # Of this pair only the calibration text is known yet. A state with more tensors is that of a
+    # run which checked its result, and has the held-out text too.
     carries_heldout = len(state) > len(pair.state())
     if finished.count == 0 or carries_heldout:
         return QualityCheck(pair, heldout) if len(heldout) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,9 +22,29 @@ from gqa.corpus.tokens import Ints
 from gqa.models.loading import load_model
 from gqa.models.tokenizer import load_tokenizer
 
-# Blocks of generated text of which one is held out. They are more than of other text, since
-# the default holds out no other.
+# One in 6 generated blocks is held out, more than of other short text (one in 8): by default
+# nothing else measures the quality.
 _SELF_HELDOUT_ONE_IN = 6
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What calibration takes of one source.
+
+    Attributes:
+        source: As it was typed.
+        tokens: Its tokens, at least one block.
+        blocks: The whole blocks in them. Held-out ones of generated text are among them.
+        measures: Whether its held-out text measures the quality: that of text which the user named
+            or the model writes, that of `general` only if there is nothing else.
+        seed: Of generated text: each has another.
+    """
+
+    source: str
+    tokens: int
+    blocks: int
+    measures: bool
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -70,75 +89,51 @@ class CalibrationReader:
         Returns:
             Token ids (N, length), from each source its share; and (M, length) other blocks of the
             same sources, at most `heldout_tokens`, without repeats. Of generated text they are
-            the last blocks, at most a sixth; of other text what is left of it; none of `general`
-            beside other text.
+            the last blocks, at most a sixth. Of other text they are what calibration leaves; of
+            short text an eighth, which calibration then lacks. None of `general` beside other text.
 
         Raises:
             RefusedError, CorpusError: The text cannot be used.
         """
-        length = self.text.length
         if self.text.target_column:
             raise RefusedError(
                 "--target-column works only with encoder-decoders, but "
                 f"{self.checkpoint.name} is not one; remove --target-column"
             )
 
-        shares = self._readable_shares()
-        heldout_counts = self._heldout_counts(shares, heldout_tokens)
+        shares = self._shares()
+        measuring_tokens = sum(share.tokens for share in shares if share.measures)
         parts = []
         heldout_parts = []
-        for number, (source, tokens) in enumerate(shares):
-            heldout_count = heldout_counts[number]
-            if is_self(source):
-                seed = self._seed(shares, number)
-                blocks, heldout_blocks = self._generate(source, tokens, heldout_count, seed)
+        for share in shares:
+            heldout_count = 0
+            if share.measures:  # in proportion to its tokens
+                heldout_of_share = heldout_tokens * share.tokens // measuring_tokens
+                heldout_count = heldout_of_share // self.text.length
+
+            if is_self(share.source):
+                blocks, heldout = self._generate(share, heldout_count)
             else:
-                blocks, heldout_blocks = self._read(
-                    source, tokens, self.text.repeats, heldout_count
-                )
-                if source in _measuring_sources(shares):
-                    found = len(blocks) + len(heldout_blocks)
-                    self._warn_of_short_text(source, found, tokens // length)
+                blocks, heldout = self._read(share, self.text.repeats, heldout_count)
+                self._warn_of_short_text(share, len(blocks))
             parts.append(blocks)
-            heldout_parts.append(heldout_blocks)
+            heldout_parts.append(heldout)
 
         # Text of one source may also be in another.
         all_blocks = np.concatenate(parts)
-        for number, (source, _) in enumerate(shares):
-            if not is_self(source):
+        for number, share in enumerate(shares):
+            if not is_self(share.source):
                 heldout_parts[number] = without_copies(
-                    heldout_parts[number], all_blocks, source, self.watcher
+                    heldout_parts[number], all_blocks, share.source, self.watcher
                 )
         return torch.from_numpy(all_blocks), torch.from_numpy(np.concatenate(heldout_parts))
 
-    def _heldout_counts(self, shares: Sequence[tuple[str, int]], heldout_tokens: int) -> list[int]:
-        """The most blocks of each share that may be held out, in proportion to its tokens.
-
-        Quality is measured on text that the user named or the model writes; on `general` only if
-        there is nothing else. A sixth of generated text at most, an eighth of short read text
-        (`read_blocks`).
-        """
-        measuring_sources = _measuring_sources(shares)
-        measuring_tokens = sum(tokens for source, tokens in shares if source in measuring_sources)
-        counts = []
-        for source, tokens in shares:
-            count = 0
-            if source in measuring_sources:
-                count = heldout_tokens * tokens // measuring_tokens // self.text.length
-            if is_self(source):
-                n_blocks = tokens // self.text.length
-                count = min(count, n_blocks // _SELF_HELDOUT_ONE_IN)
-            counts.append(count)
-        return counts
-
-    def _generate(
-        self, source: str, tokens: int, heldout_count: int, seed: int
-    ) -> tuple[Ints, Ints]:
-        """The blocks that the model writes for a source.
+    def _generate(self, share: _Share, heldout_count: int) -> tuple[Ints, Ints]:
+        """The blocks that the model writes.
 
         Returns:
-            Token ids (N, length), of together at most `tokens` tokens; and (heldout_count, length)
-            of the last blocks, in which no passages are repeated.
+            Token ids (N, length) of the blocks of the share; and of its last ones, in which no
+            passages are repeated, at most `heldout_count` and a sixth.
         """
         text = self.text
         load = partial(
@@ -147,35 +142,32 @@ class CalibrationReader:
             device=self.device,
             trust_remote_code=text.trust_remote_code,
         )
-        _, is_stated_plain = parse_self(source)
-        count = tokens // text.length  # at least 1, for which `tokens_by_source` sees
+        _, is_stated_plain = parse_self(share.source)
         blocks = sampled_blocks(
             load,
             self.device,
             self.checkpoint,
             block_size=text.length,
-            n_blocks=count,
-            seed=seed,
+            n_blocks=share.blocks,
+            seed=share.seed,
             plain=is_stated_plain or not text.repeats,
             watcher=self.watcher,
             trust_remote_code=text.trust_remote_code,
         )
 
-        used = count - heldout_count
+        used = share.blocks - min(heldout_count, share.blocks // _SELF_HELDOUT_ONE_IN)
         plain_blocks = replace(blocks, plain=True)
         rows = [blocks[i]["input_ids"] for i in range(used)]
-        rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
+        rows += [plain_blocks[i]["input_ids"] for i in range(used, share.blocks)]
         stacked = np.stack(rows)
         return stacked[:used], stacked[used:]
 
-    def _read(
-        self, source: str, tokens: int, repeats: bool, heldout_count: int = 0
-    ) -> tuple[Ints, Ints]:
-        """The blocks of a source, and at most `heldout_count` others (`read_blocks`)."""
+    def _read(self, share: _Share, repeats: bool, heldout_count: int = 0) -> tuple[Ints, Ints]:
+        """The blocks that are read, and at most `heldout_count` others (`read_blocks`)."""
         return read_blocks(
             self.checkpoint,
-            self.text.without_excluded(source),
-            tokens=tokens,
+            self.text.without_excluded(share.source),
+            tokens=share.tokens,
             length=self.text.length,
             seed=self.text.seed,
             repeats=repeats,
@@ -203,25 +195,23 @@ class CalibrationReader:
             text.trust_remote_code,
         )
         pairs = []
-        shares = self._readable_shares()
-        for number, (source, tokens) in enumerate(shares):
-            count = tokens // text.length
-            if is_self(source):
-                self.watcher.stage(f"{self.checkpoint.name} writes", 2 * count * text.length)
-                pairs += maker.write(count, self._seed(shares, number))
+        for share in self._shares():
+            if is_self(share.source):
+                self.watcher.stage(f"{self.checkpoint.name} writes", 2 * share.blocks * text.length)
+                pairs += maker.write(share.blocks, share.seed)
             elif text.target_column:
-                pairs += maker.read(text.without_excluded(source), count)
+                pairs += maker.read(text.without_excluded(share.source), share.blocks)
             else:
-                blocks, _ = self._read(source, tokens, repeats=False)
+                blocks, _ = self._read(share, repeats=False)
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def _warn_of_short_text(self, source: str, found: int, wanted: int) -> None:
-        """Warn if a source has fewer blocks than calibration asks it for."""
-        if found < wanted:
+    def _warn_of_short_text(self, share: _Share, found: int) -> None:
+        """Warn if a source that was named has fewer blocks than calibration asks it for."""
+        if share.measures and found < share.blocks:
             self.watcher.warn(
-                f"{source} has only {found:,} of the {wanted:,} blocks of {self.text.length} "
-                "tokens that calibration asks for; pass more text with --data"
+                f"{share.source} has only {found:,} of the {share.blocks:,} blocks of "
+                f"{self.text.length} tokens that calibration asks for; pass more text with --data"
             )
 
     def _warn_of_few_pairs(self, found: int) -> None:
@@ -238,15 +228,28 @@ class CalibrationReader:
             f"{text.length} tokens that calibration asks for; pass more text with --data"
         )
 
-    def _readable_shares(self) -> Sequence[tuple[str, int]]:
-        """`tokens_by_source`, by default without `general` if the model cannot read it.
+    def _shares(self) -> list[_Share]:
+        """What is taken of each source; by default without `general` if the model cannot read it.
 
         Raises RefusedError and CorpusError.
         """
         text = self.text
-        if text.is_default and not self._accepts_plain_text():
-            text = replace(text, sources=("self",))
-        return text.tokens_by_source()
+        if text.is_default:  # else no tokenizer is read for it
+            text = text.readable(self._accepts_plain_text())
+
+        tokens_by_source = text.tokens_by_source()
+        has_only_general = all(source == GENERAL for source, _ in tokens_by_source)
+        shares = list[_Share]()
+        generated = 0
+        for source, tokens in tokens_by_source:
+            seed = text.seed
+            if is_self(source):
+                if generated:
+                    seed = derive_seed(text.seed, f"self {generated}")
+                generated += 1
+            measures = source != GENERAL or has_only_general
+            shares.append(_Share(source, tokens, tokens // text.length, measures, seed))
+        return shares
 
     def _accepts_plain_text(self) -> bool:
         """Whether the model can be calibrated on plain text: it is a decoder with a tokenizer."""
@@ -257,15 +260,3 @@ class CalibrationReader:
         except RefusedError:
             return False
         return True
-
-    def _seed(self, shares: Sequence[tuple[str, int]], number: int) -> int:
-        """The seed of generated text for the share of that number: each text has another."""
-        earlier_texts = sum(is_self(source) for source, _ in shares[:number])
-        if earlier_texts == 0:
-            return self.text.seed
-        return derive_seed(self.text.seed, f"self {earlier_texts}")
-
-
-def _measuring_sources(shares: Sequence[tuple[str, int]]) -> set[str]:
-    """The sources whose held-out text measures the quality."""
-    return {source for source, _ in shares if source != GENERAL} or {GENERAL}

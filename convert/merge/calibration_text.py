@@ -5,7 +5,7 @@ calibration_reader.py reads it. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ from gqa.corpus.specs import (
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
-# `general` beside others: a quarter of `tokens` (which does not count what `self:TOKENS` states),
-# at most as much as every tokenizer makes of its documents; nothing if that is less than a block,
-# or leaves one of the others less than a block.
+# Beside other sources `general` gets a quarter of `tokens`, at most 12,288 (every tokenizer makes
+# as many of its documents); nothing, if it or another source would get less than a block. What
+# `self:TOKENS` states is no part of `tokens`.
 _GENERAL_ONE_IN = 4
 _MOST_GENERAL = 12_288
 
@@ -152,27 +152,27 @@ class CalibrationText:
         CorpusError.
         """
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
-        stated = [_stated_tokens(source) for source in others]
-        n_sharing = stated.count(None)
-        general_tokens = self._general_tokens(n_sharing)
+        sharing = [source for source in others if _stated_tokens(source) is None]
+        general_tokens = self._general_tokens(len(sharing))
+
+        block = f"less than one block of {self.length} tokens"
+        each = 0
+        if sharing:
+            each = (self.tokens - general_tokens) // len(sharing)
+        if sharing and each < self.length:
+            if len(sharing) > 1:
+                block += f" for each of {len(sharing)} sources"
+            raise RefusedError(
+                f"{tokens_option} {self.tokens} is {block}; pass at least "
+                f"{self.length * len(sharing)}"
+            )
 
         shares = []
-        for source, stated_tokens in zip(others, stated, strict=True):
-            if stated_tokens is None:
-                tokens = (self.tokens - general_tokens) // n_sharing
-            else:
-                tokens = stated_tokens
-            if tokens < self.length:
-                block = f"less than one block of {self.length} tokens"
-                if stated_tokens is not None:
-                    raise RefusedError(f"{source} is {block}; pass more")
-                if n_sharing > 1:
-                    block += f" for each of {n_sharing} sources"
-                raise RefusedError(
-                    f"{tokens_option} {self.tokens} is {block}; pass at least "
-                    f"{self.length * n_sharing}"
-                )
-            shares.append((source, tokens))
+        for source in others:
+            stated_tokens = _stated_tokens(source)
+            if stated_tokens is not None and stated_tokens < self.length:
+                raise RefusedError(f"{source} is {block}; pass more")
+            shares.append((source, each if stated_tokens is None else stated_tokens))
         if general_tokens:
             shares.append((GENERAL, general_tokens))
         return shares
@@ -191,9 +191,17 @@ class CalibrationText:
             return 0
         return tokens
 
+    def readable(self, accepts_plain_text: bool) -> CalibrationText:
+        """This text, by default without `general` for a model that cannot be calibrated on plain
+        text: an encoder-decoder, or one without a tokenizer.
+        """
+        if self.is_default and not accepts_plain_text:
+            return replace(self, sources=("self",))
+        return self
+
     @property
     def is_default(self) -> bool:
-        """Whether no source was named."""
+        """Whether the sources are those of the default, also if they were typed."""
         return self.sources == CalibrationText.sources
 
     def data_specs(self) -> list[str]:

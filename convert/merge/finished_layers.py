@@ -79,7 +79,8 @@ class FinishedLayers:
     The run that uses it has locked `out`.
 
     Attributes:
-        count: Files that are stored.
+        count: Layers (or modules) that need not be computed again. Files of further ones, which a
+            stopped run may have left, are overwritten.
         errors: The error of each layer.
         holds_out: Whether a part of the text is held out for the check instead of calibrated on. A
             run that continues another one holds out the same, whether or not it checks the result.

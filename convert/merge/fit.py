@@ -22,8 +22,9 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Of longer text only every n-th batch is used to fit keys and values (`fitted_batches`), so many
-# tokens or somewhat more: more hardly improve them. The refit of W_O uses all tokens.
+# Of longer text only every n-th batch is used to fit keys and values (`fitted_batches`): this many
+# positions, up to twice as many, with padding and validation blocks. More hardly improve them. The
+# refit of W_O uses all tokens.
 FITTED_TOKENS = 16_384
 # Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
 # Above, they are attended in m calls of width e, that of one head, for which torch has fused
@@ -62,8 +63,9 @@ class FitTask:
         base_attention: The module in the base model. Modules before it in the same layer are
             converted there too, so that it reads what the converted module will read.
         converted_attention: The module in the converted model.
-        stream: The converted model's hidden states before this layer, which the merged heads will
-            read.
+        inputs: Hidden states of the *converted* model before this layer. Both attentions read them
+            here: also the base model's, whose heads are observed on what the merged heads will get.
+            Only the targets come from the base model's own hidden states.
         targets: (N, T, D), the attention output that would make the converted model's hidden
             states those of the base model again.
         position_weights: (N, T), what a squared error at a position counts (`position_weights` in
@@ -74,7 +76,7 @@ class FitTask:
     module: AttentionModule
     base_attention: Attention
     converted_attention: Attention
-    stream: Stream
+    inputs: Stream
     targets: Tensor
     position_weights: Tensor
 
@@ -100,7 +102,7 @@ class FitTask:
         n-th could be one of these.
         """
         step = max(1, self.position_weights.numel() // FITTED_TOKENS)
-        batches = [rows for rows in self.stream.batches() if self.position_weights[rows].any()]
+        batches = [rows for rows in self.inputs.batches() if self.position_weights[rows].any()]
         return batches[::step]
 
 
@@ -156,14 +158,17 @@ def fit_module(task: FitTask) -> FittedModule:
     # 3. The shared keys. Those that pass a norm before the scores are averaged.
     keys = moments.shared_keys(rotary) if aligns_keys else []
 
-    # 4. The shared values; to attend, only keys are needed, and values are placeholders.
-    only_keys = head_maps(heads, groups, keys=keys, values=[], order=order)
-    attended = attended_moments(task, only_keys)  # (H, m e, m e)
+    # 4. The shared values, under the attention of the merged keys: the converted module gets these,
+    # and placeholders for values.
+    task.apply(head_maps(heads, groups, keys=keys, values=[], order=order))
+    attended = attended_moments(task, order)  # (H, m e, m e)
     w_o = w_o.to(attended.device).double()
     values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
 
-    # 5. W_O.
+    # 5. W_O, on the outputs of the merged heads. What it is multiplied with comes after these, so
+    # the converted module does not need it yet.
     merged = head_maps(heads, groups, keys=keys, values=values, order=order)
+    task.apply(replace(merged, output=None))
     return refit_output(task, merged, w_o.flatten(0, 1))
 
 
@@ -171,7 +176,7 @@ def rotary_of(task: FitTask, key_dim: int) -> Rotary:
     """The rotary embedding of the module's keys."""
     symmetry = task.pair.symmetry
     assert symmetry is not None
-    length = task.stream.hidden.shape[1]  # dynamic RoPE depends on it
+    length = task.inputs.hidden.shape[1]  # dynamic RoPE depends on it
     rotary = symmetry.rotary(task.pair.plan.config.text_config, task.module.layer, key_dim, length)
     return unrotated(rotary) if task.module.kind == "cross" else rotary
 
@@ -184,12 +189,12 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
         w_o: (H, e, D).
         groups: G of the moments; 1 for all heads as one group.
     """
-    length = task.stream.hidden.shape[1]
+    length = task.inputs.hidden.shape[1]
     sums = MomentSums(task.heads, groups, length, float64_device(task.pair.base_model.device))
     roots = output_roots(w_o).to(task.pair.base_model.device)
 
     for rows in task.fitted_batches():
-        capture = task.base_attention.capture_blocks(task.stream, rows, "heads")
+        capture = task.base_attention.capture_blocks(task.inputs, rows, "heads")
         q, k, v = capture.heads
         check_finite(task.module.layer, q, k, v)
 
@@ -211,27 +216,26 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
     return sums.averaged()
 
 
-def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
+def attended_moments(task: FitTask, order: tuple[int, ...] | None) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head.
 
-    Attention is that of the merged keys in `maps`, values are the base model's. The converted
-    module is left with the merged heads of `maps`.
+    Attention is that of the converted module, which has the merged keys already. Values are the
+    base model's, in the `order` of the groups.
     """
     heads = task.heads
     groups = task.groups
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.base_model.device)
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
-    task.apply(maps)
 
     for rows in task.fitted_batches():
         # Computed a second time: storing the values of all batches takes memory.
-        v = task.base_attention.capture_blocks(task.stream, rows, "heads").heads[2]
-        if maps.order is not None:
-            v = v[:, maps.order]
+        v = task.base_attention.capture_blocks(task.inputs, rows, "heads").heads[2]
+        if order is not None:
+            v = v[:, order]
         stacked = stack_groups(v, groups).transpose(0, 1)  # (B, G, S, m e)
 
-        capture = task.converted_attention.capture_blocks(task.stream, rows, "heads")
+        capture = task.converted_attention.capture_blocks(task.inputs, rows, "heads")
         q, k, _ = capture.heads
         attend = partial(
             task.pair.converted_model.attend,
@@ -253,27 +257,27 @@ def attended_moments(task: FitTask, maps: HeadMaps) -> Tensor:
     return moments / positions
 
 
-def refit_output(task: FitTask, maps: HeadMaps, w_o_matrix: Tensor) -> FittedModule:
+def refit_output(task: FitTask, maps: HeadMaps, w_o_t: Tensor) -> FittedModule:
     """Refit W_O by weighted ridge regression of the targets on merged heads' outputs.
 
-    Returns the maps with the refitted `output`, and their error. The converted module is left with
-    the merged heads of `maps`, without it.
+    The converted module has these merged heads already.
+
+    Returns the maps with the refitted `output`, and their error.
 
     Args:
         maps: With `output` (H e, H e), from which the refit starts: each query head's way back from
             the shared value; the identity for values that are only averaged.
-        w_o_matrix: (H e, D), the base model's W_O, transposed.
+        w_o_t: (H e, D), the base model's W_O, transposed.
     """
     assert maps.output is not None
     assert task.converted_attention.projection is not None
-    task.apply(replace(maps, output=None))  # heads' outputs are captured before W_O
     device = task.pair.converted_model.device
     bias = getattr(task.converted_attention.projection, "bias", None)
 
-    gram = w_o_matrix.new_zeros(len(w_o_matrix), len(w_o_matrix))
-    cross = torch.zeros_like(w_o_matrix)
-    energy = w_o_matrix.new_zeros(())
-    for capture in task.converted_attention.capture(task.stream, "head_outputs"):
+    gram = w_o_t.new_zeros(len(w_o_t), len(w_o_t))
+    cross = torch.zeros_like(w_o_t)
+    energy = w_o_t.new_zeros(())
+    for capture in task.converted_attention.capture(task.inputs, "head_outputs"):
         root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
         target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
         if bias is not None:
@@ -285,21 +289,28 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o_matrix: Tensor) -> FittedMod
         add_products(gram, outputs)
         add_products(cross, outputs, target)
 
-    count = int(task.position_weights.count_nonzero())
-    start = maps.output.to(w_o_matrix).T @ w_o_matrix
+    # `maps.output` is C of W_O' = W_O C. Here all is transposed: W_O'^T = C^T W_O^T.
+    way_back = maps.output.to(w_o_t).T
+    start = way_back @ w_o_t
     # With less text, the fit follows its accidents more, so the ridge is stronger.
+    count = int(task.position_weights.count_nonzero())
     strength = task.pair.options.ridge / count
     solution = ridge(gram / count, cross / count, start, strength, block=task.heads.value_dim)
+    way_back = way_back + _as_map(solution - start, w_o_t)
 
-    # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
-    # solution exactly if H e is at most D; otherwise only the part of the change that lies in the
-    # row space of `w_o_matrix`. CUT is squared, because eigenvalues of W_O^T W_O are.
-    inverse = pseudo_inverse(w_o_matrix.T @ w_o_matrix, CUT**2)
-    change = (solution - start) @ inverse @ w_o_matrix.T
-    output = maps.output.to(w_o_matrix).T + change
-
-    # sum |x W - y|^2 = sum |y|^2 + tr W^T (gram W - 2 cross), W being the W_O that will be stored.
-    new_w_o = output @ w_o_matrix
-    residual = float(energy) + float((new_w_o * (gram @ new_w_o - 2 * cross)).sum())
+    # sum |x W - y|^2 = sum |y|^2 + tr W^T (gram W - 2 cross), W being the W_O^T that is stored.
+    new_w_o_t = way_back @ w_o_t
+    residual = float(energy) + float((new_w_o_t * (gram @ new_w_o_t - 2 * cross)).sum())
     error = max(residual, 0.0) / max(float(energy), 1e-300)
-    return FittedModule(task.module, replace(maps, output=output.T.cpu()), error)
+    return FittedModule(task.module, replace(maps, output=way_back.T.cpu()), error)
+
+
+def _as_map(change: Tensor, w_o_t: Tensor) -> Tensor:
+    """The map X (H e, H e) for which X W_O^T comes closest to a change (H e, D) of W_O^T.
+
+    Maps are what is stored, and the writer multiplies them with the base model's W_O. If H e is at
+    least D (and W_O has full rank), that gives any change exactly. If it is less, only the part of
+    the change in the row space of W_O^T.
+    """
+    inverse = pseudo_inverse(w_o_t.T @ w_o_t, CUT**2)  # squared, as eigenvalues of W_O W_O^T are
+    return change @ inverse @ w_o_t.T

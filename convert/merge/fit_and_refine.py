@@ -34,7 +34,7 @@ def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
     start = {name: attention.module.get_parameter(name).detach() for name in names}
 
     def arguments(rows: Tensor) -> Arguments:
-        return attention.capture_blocks(task.stream, rows, "arguments").arguments
+        return attention.capture_blocks(task.inputs, rows, "arguments").arguments
 
     with torch.enable_grad():  # `Calibrator.run` disables gradients
         trained = refine(

@@ -24,6 +24,7 @@ from gqa.convert.merge.shared_keys import key_weights, without_means
 
 Group = tuple[int, ...]
 Partition = tuple[Group, ...]
+Order = tuple[int, ...]  # of all heads
 
 # All partitions are tried if there are at most this many groups of the size: of 12 heads in pairs
 # (66 groups, 10,395 partitions), but not of 14 (91 groups, 135,135 partitions).
@@ -33,7 +34,7 @@ _STARTS = 16  # of the local search; all but the first are random
 
 def find_order(
     moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, aligns_keys: bool
-) -> Group | None:
+) -> Order | None:
     """The order of heads in which consecutive ones form the groups with the least loss.
 
     The loss of a group is its lost score energy plus its lost output energy, each divided by its
@@ -85,7 +86,7 @@ def find_order(
     return tuple(chain.from_iterable(best))
 
 
-def partitions(heads: Group, size: int) -> Iterator[Partition]:
+def partitions(heads: Order, size: int) -> Iterator[Partition]:
     """Each partition of sorted heads once: the next group contains the smallest remaining head."""
     if not heads:
         yield ()
@@ -98,7 +99,7 @@ def partitions(heads: Group, size: int) -> Iterator[Partition]:
 
 
 def pair_costs(heads: int, cost: Callable[[Group], float]) -> Tensor:
-    """(H, H): the cost of each pair of heads as a group of its own; 0 for a head with itself."""
+    """(Hk, Hk): the cost of each pair of heads as a group of its own; 0 for a head with itself."""
     costs = torch.zeros(heads, heads, dtype=torch.float64)
     for pair in combinations(range(heads), 2):
         costs[pair] = cost(pair)
@@ -112,7 +113,7 @@ def swap_heads(start: Partition, costs: Tensor) -> Partition:
 
     Args:
         start: Groups of equal size.
-        costs: (H, H), of each pair of heads in one group.
+        costs: (Hk, Hk), of each pair of heads in one group.
     """
     heads = len(costs)
     size = len(start[0])
@@ -140,17 +141,17 @@ def swap_heads(start: Partition, costs: Tensor) -> Partition:
 
 
 def _swap(group_of: Tensor, costs: Tensor) -> None:
-    """Swap, in `group_of` (H,), the two heads whose swap saves most, until no swap saves anything.
+    """Swap, in `group_of` (Hk,), the two heads whose swap saves most, until no swap saves anything.
 
-    Each swap lowers the cost, and there are at most H^2 of them.
+    Each swap lowers the cost, and there are at most Hk^2 of them.
     """
     heads = len(costs)
     tolerance = 1e-9 * float(costs.sum())
     for _ in range(heads**2):
-        # (H, G): the cost of each head with the heads of each group.
+        # (Hk, G): the cost of each head with the heads of each group.
         to_group = costs @ torch.nn.functional.one_hot(group_of).to(costs)
         at_home = to_group.gather(1, group_of[:, None])
-        there = to_group[:, group_of]  # (H, H): of head a with the group of head b
+        there = to_group[:, group_of]  # (Hk, Hk): of head a with the group of head b
         # If a and b change places, the cost of a with b was counted, and is none of the new groups.
         change = there + there.mT - at_home - at_home.mT - 2 * costs
         change[group_of[:, None] == group_of] = 0.0

@@ -42,7 +42,13 @@ class InputMoments:
 
     Estimated while every layer is attention and MLP, both added to the residual stream, with norms
     before, after or both. From the first layer with other parts (experts, other mixers) on, E[x
-    x^T] is taken to be the identity.
+    x^T] is taken to be the identity. Biases are ignored.
+
+    For each attention module, in their order:
+
+        inputs.enter(module)              # `cholesky` is that of the module's layer
+        inputs.root_of(weights)           # as often as wanted
+        inputs.add(module, gain, ...)     # what attention and MLP of the layer add to the stream
 
     cholesky: (D, D) lower triangle L: L L^T are the moments of the normed stream that the current
         layer reads, before its norm's gain; float32 on the device. None for the identity.
@@ -227,7 +233,7 @@ class InputMoments:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D), `down` (D, F).
+    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (I, D), `down` (D, I).
 
     input: The normed stream, the residual stream itself, or the input of attention.
     after: Gains (D,) of the norms after attention and after the MLP, if any.
@@ -243,7 +249,7 @@ class Mlp:
     gain: Tensor | None = None
 
     def output_root(self, input_root: Tensor) -> Tensor:
-        """A root (D, F + 1) of the output's moments, for Gaussian inputs whose moments have the
+        """A root (D, I + 1) of the output's moments, for Gaussian inputs whose moments have the
         root `input_root` (D, n).
 
         Correlations between units beyond their means are ignored. Wide layers: the n columns are
@@ -266,7 +272,7 @@ class Mlp:
         standard = torch.linspace(-6, 6, _NODES).to(root)
         weights = torch.exp(-standard.square() / 2)
         weights = weights / weights.sum()
-        nodes = variance.sqrt() * standard  # (F, nodes)
+        nodes = variance.sqrt() * standard  # (I, nodes)
         acted = self.act(nodes)
         if self.gate is None:
             mean = acted @ weights

@@ -19,7 +19,8 @@ from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, layerwise_error
 from gqa.models.attention_functions import OBSERVER
 
-# Arguments of a call besides the hidden states: positional, and by keyword.
+# Arguments of a call, positional and by keyword: of a layer (`Stream.arguments`) those besides the
+# hidden states, of an attention module (`Capture.arguments`) all.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # What can be captured inside a layer, in the order in which it is computed.
@@ -30,20 +31,20 @@ Captured = Literal["arguments", "heads", "head_outputs", "attention_output"]
 class Stream:
     """Hidden states (N, T, D) of N blocks of text between two layers.
 
-    batch: Blocks that go through a layer at a time.
+    blocks_at_once: Blocks that go through a layer at a time.
     arguments: Function from indices of blocks to the other arguments of each layer, by its index:
-        masks, position embeddings, the encoder's output.
+        masks, position embeddings, the encoder's output (made in streams.py).
     is_text: (N, T) bool; None if no position is padding.
     """
 
     hidden: Tensor
-    batch: int
+    blocks_at_once: int
     arguments: Callable[[Tensor], Mapping[int, Arguments]]
     is_text: Tensor | None = None
 
     def batches(self) -> tuple[Tensor, ...]:
         """The indices of the blocks of each batch."""
-        batches: tuple[Tensor, ...] = torch.arange(len(self.hidden)).split(self.batch)
+        batches: tuple[Tensor, ...] = torch.arange(len(self.hidden)).split(self.blocks_at_once)
         return batches
 
     def clone(self) -> Stream:

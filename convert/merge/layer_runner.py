@@ -247,14 +247,13 @@ class LayerRunner:
         every layer, by its index.
         """
         if self._returns_tuple is None:
-            self._find_extras(inputs)
+            self._see_what_layers_return(inputs)
 
         with self._recording_layers() as calls:
             output = self._run(self._decoder, inputs).last_hidden_state
 
-        complete = len(calls) >= len(self.layers)
-        if not complete or output.shape != calls[0][0].shape:
-            reason = "its decoder does more than call each layer once"
+        if len(calls) != len(self.layers) or output.shape != calls[0][0].shape:
+            reason = "its decoder does other things than to call each layer"
             raise layerwise_error(type(self.model).__name__, reason)
         hidden = calls[0][0]
         return hidden, {index: arguments for index, (_, arguments) in calls.items()}
@@ -305,7 +304,7 @@ class LayerRunner:
         with layerwise_errors(type(self.model).__name__):
             return module(**send(dict(inputs), self.device))
 
-    def _find_extras(self, inputs: Mapping[str, Any]) -> None:
+    def _see_what_layers_return(self, inputs: Mapping[str, Any]) -> None:
         """Run the first layer once to see what layers return after the hidden states."""
         with self._recording_layers(stop=True) as calls, suppress(_FirstCall):
             self._run(self._decoder, inputs)
@@ -313,7 +312,9 @@ class LayerRunner:
             return
 
         index, (hidden, (args, kwargs)) = calls.popitem()
-        output = self.load(index).module(hidden, *args, **kwargs)
+        layer = self.load(index).module
+        with layerwise_errors(f"a layer {type(layer).__name__}"):
+            output = layer(hidden, *args, **kwargs)
         self._returns_tuple = not isinstance(output, Tensor)
         if self._returns_tuple:
             self._extras = tuple(output[1:])
@@ -331,6 +332,9 @@ class LayerRunner:
         calls: dict[int, tuple[Tensor, Arguments]] = {}
 
         def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> Any:
+            if index in calls:
+                reason = "its decoder calls a layer more than once"
+                raise layerwise_error(type(self.model).__name__, reason)
             calls[index] = hidden, (args, kwargs)
             if stop:
                 raise _FirstCall

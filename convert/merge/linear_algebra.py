@@ -82,9 +82,8 @@ def typical_energy(energies: Tensor) -> float:
     """
     if not bool((energies > 0).any()):
         return 1.0
+    # If more than 95 % are zero, all that are not.
     comparable = energies[energies > _TINY * _quantile(energies, 0.95)]
-    if not len(comparable):  # more than 95 % are zero
-        comparable = energies[energies > 0]
     return _quantile(comparable, 0.75)
 
 

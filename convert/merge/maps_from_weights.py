@@ -190,9 +190,9 @@ def _reordered(by_role: ModuleTensors, order: tuple[int, ...], heads: LayerHeads
     """KV heads in this order, and query heads with them."""
     kv_order = list(order)
     kv_orders = {"key": kv_order, "value": kv_order}
-    query_heads = query_order(order, heads.query)  # of queries and outputs
+    query_numbers = query_order(order, heads.query)  # of queries and outputs
     return {
-        name: tensor[kv_orders.get(name.removesuffix(".bias"), query_heads)]
+        name: tensor[kv_orders.get(name.removesuffix(".bias"), query_numbers)]
         for name, tensor in by_role.items()
     }
 

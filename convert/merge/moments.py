@@ -121,8 +121,8 @@ class Moments:
         key_means: (G, m d), their means.
         queries: (Hk, d, d), of the query heads of each KV head.
         values: (G, m e, m e), of the stacked values of each group.
-        distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ...
-            tokens before; n is 0 if they were not measured.
+        distances: (Hk, n), how much scores of the queries of each KV head with the key 0, 1, ...
+            tokens before count; n is 0 if that was not measured.
     """
 
     keys: Tensor
@@ -176,8 +176,8 @@ class Moments:
         """
         groups = len(self.values)
         heads_of_group = len(self.queries) // groups
-        query_heads = len(w_o) // len(self.queries)  # that read a KV head
-        owner = torch.arange(heads_of_group).repeat_interleave(query_heads)
+        queries_per_kv = len(w_o) // len(self.queries)
+        owner = torch.arange(heads_of_group).repeat_interleave(queries_per_kv)
         outputs = w_o.double().unflatten(0, (groups, -1))
         return [
             shared_value(group_attended, values, w @ w.mT, owner)
@@ -201,8 +201,7 @@ def head_maps(
     query = None
     if keys:
         key = torch.stack([shared.merge for shared in keys]).cpu()
-        query_heads = heads.query // heads.kv  # that read a KV head
-        backs = [shared.back.repeat_interleave(query_heads, 0) for shared in keys]
+        backs = [shared.back.repeat_interleave(heads.queries_per_kv, 0) for shared in keys]
         query = torch.cat(backs).cpu()
 
     value = first_maps(heads.kv, groups).value

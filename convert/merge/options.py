@@ -15,7 +15,7 @@ class Refinement:
 
     Attributes:
         steps: Steps for each attention module.
-        batch: Blocks of a step.
+        blocks_per_step: Blocks of a step. Records call it `batch`.
         learning_rate: Relative to the size of each tensor; it falls linearly to zero.
         validation: The share of the blocks that is not trained on; their error selects the best
             step. Records call it `heldout`.
@@ -24,7 +24,7 @@ class Refinement:
     """
 
     steps: int = 200
-    batch: int = 8
+    blocks_per_step: int = 8
     learning_rate: float = 0.01
     validation: float = 1 / 16
     autocast: bool | None = None
@@ -42,7 +42,7 @@ class MapsOptions:
         refinement: The training of `refined`.
         dtype: In which layers run.
         device: On which they run.
-        batch: The most blocks that go through a layer at a time (see `at_once`).
+        most_blocks: The most blocks that go through a layer at a time. Records call it `batch`.
         check: Whether to compare both models on held-out text.
     """
 
@@ -52,10 +52,10 @@ class MapsOptions:
     refinement: Refinement = field(default_factory=Refinement)
     dtype: str = "float32"
     device: str = "cpu"
-    batch: int = 8
+    most_blocks: int = 8
     check: bool = False
 
     @property
-    def at_once(self) -> int:
+    def blocks_at_once(self) -> int:
         """Blocks that go through a layer at a time: together at most TOKENS_AT_ONCE tokens."""
-        return max(1, min(self.batch, TOKENS_AT_ONCE // self.text.length))
+        return max(1, min(self.most_blocks, TOKENS_AT_ONCE // self.text.length))

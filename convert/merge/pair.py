@@ -7,7 +7,6 @@ the layers before it (docs/methods.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +18,13 @@ from gqa.convert.head_maps import HeadMaps, mean_maps
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.family import Symmetry
 from gqa.convert.heads.modules import AttentionModule, Change
-from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors_in
+from gqa.convert.merge.layer import Attention, Layer, Stream
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.streams import STREAM_COPIES, Inputs, first_stream
 from gqa.convert.plan import Plan
-from gqa.core.devices import free_memory
 from gqa.core.errors import layerwise_error
 from gqa.models.names import stored_tensors
-
-# The share of a device's free memory that hidden states of a text may take.
-_DEVICE_SHARE = 1 / 4
-# Hidden states of a text in memory: of both models, their differences, and the targets.
-_COPIES = 4
-
-# (N, T) token ids and masks, by argument name of the model's forward.
-Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -185,60 +176,9 @@ class ModelPair:
         self.converted_model.streams.append(text.converted)
         return text
 
-    def first_stream(self, inputs: Inputs, copies: int = _COPIES) -> Stream:
-        """The hidden states that the first decoder layer reads.
-
-        copies: How many hidden states of this text there will be at the same time.
-        """
-        runner = self.base_model
-        batch = self.options.at_once
-        blocks = len(next(iter(inputs.values())))
-        batches = torch.arange(blocks).split(batch)
-
-        decoder_inputs = {**inputs, "use_cache": False}
-        has_encoder = runner.model.config.is_encoder_decoder
-        if has_encoder:
-            decoder_inputs = _decoder_inputs(runner, inputs, batches)
-        else:
-            self._check_arguments_ignore_text(decoder_inputs)
-
-        arguments = _LayerArguments(runner, decoder_inputs, has_encoder)
-        first, _ = runner.layer_inputs(_select(decoder_inputs, batches[0]))
-        shape = (blocks, *first.shape[1:])
-        place = self._place_for(copies * first.dtype.itemsize * math.prod(shape))
-        hidden = torch.empty(shape, dtype=first.dtype, device=place)
-        for rows in batches:
-            states, _ = runner.layer_inputs(_select(decoder_inputs, rows))
-            hidden[rows] = states.to(place)
-
-        mask = inputs.get("decoder_attention_mask")
-        is_text = None if mask is None else mask.bool().to(place)
-        return Stream(hidden, batch, arguments, is_text)
-
-    def _place_for(self, n_bytes: int) -> torch.device:
-        """Where hidden states stay between two layers: on the device of the layers, if they take
-        little of its memory; else in the host's.
-
-        In the host's memory they are copied to the device and back in every pass over the text,
-        which takes longer than to compute a layer.
-        """
-        free = free_memory(self.base_model.device)
-        if free is not None and n_bytes <= _DEVICE_SHARE * free:
-            return self.base_model.device
-        return torch.device("cpu")
-
-    def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
-        """Raise LayerwiseError if layers are called with more that depends on the text."""
-        ids = inputs["input_ids"][:1]
-        _, one = self.base_model.layer_inputs({**inputs, "input_ids": ids})
-        _, other = self.base_model.layer_inputs({**inputs, "input_ids": ids.flip(1)})
-
-        pairs = zip(tensors_in(one), tensors_in(other), strict=True)
-        if not all(torch.equal(a, b) for a, b in pairs):
-            raise layerwise_error(
-                type(self.base_model.model).__name__,
-                "its layers read more of the text than hidden states",
-            )
+    def first_stream(self, inputs: Inputs, copies: int = STREAM_COPIES) -> Stream:
+        """`first_stream` of the base model. copies: Hidden states of this text at the same time."""
+        return first_stream(self.base_model, inputs, self.options.blocks_at_once, copies)
 
     def state(self) -> dict[str, Tensor]:
         """The hidden states of all texts, with which another pair continues (`restore`)."""
@@ -254,35 +194,6 @@ class ModelPair:
             hidden.copy_(state[name])
 
 
-class _LayerArguments:
-    """The arguments of each layer for blocks of a text.
-
-    With an encoder they depend on the blocks. Otherwise they depend on the number of blocks alone,
-    and are computed once for each number.
-    """
-
-    def __init__(
-        self, runner: LayerRunner, decoder_inputs: Mapping[str, Any], has_encoder: bool
-    ) -> None:
-        self._runner = runner
-        self._inputs = decoder_inputs
-        self._has_encoder = has_encoder
-        self._by_count: dict[int, dict[int, Arguments]] = {}
-
-    def __call__(self, rows: Tensor) -> dict[int, Arguments]:
-        if self._has_encoder:
-            return self._compute(rows)
-
-        count = len(rows)
-        if count not in self._by_count:
-            self._by_count[count] = self._compute(rows)
-        return self._by_count[count]
-
-    def _compute(self, rows: Tensor) -> dict[int, Arguments]:
-        _, arguments = self._runner.layer_inputs(_select(self._inputs, rows))
-        return arguments
-
-
 def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModule]:
     """Attention modules of decoder layers: self-attention first, then cross-attention."""
     modules = [
@@ -294,31 +205,3 @@ def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModu
     if is_encoder_decoder:
         chosen += [module for module in modules if module.kind == "cross"]
     return chosen
-
-
-def _decoder_inputs(
-    runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, ...]
-) -> dict[str, Any]:
-    """Arguments of the decoder's forward, with the encoder's outputs."""
-    encoder_inputs = {}
-    decoder_inputs: dict[str, Any] = {"use_cache": False}
-    for name, value in inputs.items():
-        if name.startswith("decoder_"):
-            decoder_inputs[name.removeprefix("decoder_")] = value
-        else:
-            encoder_inputs[name] = value
-
-    encoder_batches = [_select(encoder_inputs, rows) for rows in batches]
-    decoder_inputs["encoder_hidden_states"] = runner.encode(encoder_batches)
-    if "attention_mask" in inputs:
-        decoder_inputs["encoder_attention_mask"] = inputs["attention_mask"]
-    return decoder_inputs
-
-
-def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The inputs of the blocks `rows`."""
-    selected = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            selected[name] = value[rows]
-    return selected

@@ -112,8 +112,8 @@ def refine(
     energy = (mean_squares(targets) * position_weights).mean().clamp_min(1e-30).to(device)
 
     def loss_parts(rows: Tensor) -> Iterator[Tensor]:
-        """Parts whose sum is the loss of the blocks `rows`, each of as many blocks as fit into a
-        layer.
+        """Parts whose sum is the loss of the blocks `rows`: a layer takes at most TOKENS_AT_ONCE
+        tokens, so gradients are accumulated.
 
         The loss is relative to the energy of all blocks, so that steps are comparable.
         """
@@ -129,7 +129,7 @@ def refine(
             yield weighted / energy * (len(rows_at_once) / len(rows))
 
     def validation_error() -> float:
-        return _mean_loss(loss_parts, validation, settings.batch)
+        return _mean_loss(loss_parts, validation, settings.blocks_per_step)
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -140,7 +140,7 @@ def refine(
     interval = max(1, settings.steps // _CHECKS)
     for step in range(1, settings.steps + 1):
         shuffled = train[torch.randperm(len(train), generator=generator)]
-        rows = shuffled[: settings.batch]
+        rows = shuffled[: settings.blocks_per_step]
 
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -160,11 +160,11 @@ def refine(
 
 @torch.no_grad()
 def _mean_loss(
-    loss_parts: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, batch: int
+    loss_parts: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, blocks_per_step: int
 ) -> float:
-    """The loss of all `blocks`, of which `batch` go through `loss_parts` at a time."""
+    """The loss of all `blocks`, of which `blocks_per_step` go through `loss_parts` at a time."""
     weighted = []
-    for rows in blocks.split(batch):  # the last batch may be smaller, and counts less
+    for rows in blocks.split(blocks_per_step):  # the last may be fewer, and count less
         weighted += [loss * len(rows) for loss in loss_parts(rows)]
     return float(torch.stack(weighted).sum()) / len(blocks)
 

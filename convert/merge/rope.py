@@ -27,9 +27,10 @@ def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def unrotate(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Undo RoPE on queries or keys (B, H, T, d) of positions 0, 1, ...
+    """Undo the rotation of RoPE on queries or keys (B, H, T, d) of positions 0, 1, ...
 
-    If the frequencies are unknown, heads stay as they are.
+    A factor of the rotated dimensions stays. If the frequencies are unknown, heads stay as they
+    are.
     """
     if not rotary.frequencies:
         return heads

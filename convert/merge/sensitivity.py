@@ -86,29 +86,30 @@ def query_sensitivity(
     rows = max(1, SCORES_AT_ONCE // (blocks * n_keys))
     if mask is None and causal:
         rows = min(rows, -(-length // _CAUSAL_PARTS))
-    at_once = _heads_at_once(blocks * rows * n_keys, q.device)
+    heads_at_once = _heads_at_once(blocks * rows * n_keys, q.device)
 
     sensitivity = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     distance_weights = torch.zeros(n_heads, length, device=q.device)
-    for heads in torch.arange(n_heads, device=q.device).split(at_once):
-        # Blocks and heads are one dimension: n = B h, for h heads at once.
+    for heads in torch.arange(n_heads, device=q.device).split(heads_at_once):
+        # Blocks and heads are one dimension: n = B h, for h heads at once. `written` is what W_O
+        # makes of each value, in a basis of its own.
         queries = q[:, heads].float().flatten(0, 1) * scaling
         keys = k[:, heads // repeat].float().flatten(0, 1)
-        values = v[:, heads // repeat].float() @ roots[heads]
-        values = values.flatten(0, 1)  # (n, S, e)
-        squares = values.square().sum(-1)
+        written = v[:, heads // repeat].float() @ roots[heads]
+        written = written.flatten(0, 1)  # (n, S, e)
+        squares = written.square().sum(-1)
         block_weights = weights.repeat_interleave(len(heads), 0)  # (n, T)
 
         for first in range(0, length, rows):
             part = slice(first, min(first + rows, length))
-            visible = n_keys  # keys that these queries can see
+            n_visible = n_keys  # keys that these queries can see
             if mask is None and causal:
-                visible = min(part.stop, visible)
+                n_visible = min(part.stop, n_visible)
 
-            scores = queries[:, part] @ keys[:, :visible].mT  # (n, t, S)
+            scores = queries[:, part] @ keys[:, :n_visible].mT  # (n, t, S)
             by_head = scores.unflatten(0, (blocks, len(heads)))  # the same memory
             if bias is not None:
-                by_head += _of(bias, heads, part)[..., :visible]
+                by_head += _of(bias, heads, part)[..., :n_visible]
             if mask is not None:
                 _hide_by_mask(by_head, _of(mask, heads, part))
             elif causal:
@@ -116,21 +117,37 @@ def query_sensitivity(
                 scores[..., first:] += future
             attention = scores.softmax(-1).nan_to_num_()
 
-            # |v_s - o|^2 = |v_s|^2 - 2 v_s o + |o|^2, in place: these are the largest tensors.
-            outputs = attention @ values[:, :visible]
-            squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
-            moved = torch.baddbmm(
-                squares[:, None, :visible], outputs, values[:, :visible].mT, alpha=-2, out=scores
+            moved = _squared_changes(
+                attention, written[:, :n_visible], squares[:, :n_visible], out=scores
             )
-            moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0)
-            moved = moved.mul_(squared_odds).mul_(block_weights[:, part, None])
-            del attention, squared_odds  # their memory
+            del attention  # its memory
+            moved.mul_(block_weights[:, part, None])
 
             terms = moved.unflatten(0, (blocks, len(heads)))  # (B, h, t, S)
             sensitivity[:, heads, part] = terms.sum(-1)
-            if visible >= part.stop:  # cross-attention has no distances, and may have fewer keys
+            # Where keys are fewer than queries (cross-attention) there are no distances; where they
+            # are not, those of cross-attention mean nothing, and nothing reads them.
+            if n_visible >= part.stop:
                 distance_weights[heads, : part.stop] += _sums_by_distance(terms, part.stop)
     return sensitivity, distance_weights
+
+
+def _squared_changes(attention: Tensor, written: Tensor, squares: Tensor, out: Tensor) -> Tensor:
+    """(a / (1 - a))^2 |v - o|^2 of each key, in `out` (n, t, S).
+
+    |v - o|^2 is |v|^2 - 2 v o + |o|^2. These are the largest tensors, so all is computed in place:
+    `attention` is lost.
+
+    Args:
+        attention: a (n, t, S).
+        written: v (n, S, e), of which the outputs o = a v are made.
+        squares: |v|^2 (n, S).
+    """
+    outputs = attention @ written
+    squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
+    torch.baddbmm(squares[:, None], outputs, written.mT, alpha=-2, out=out)
+    out.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0)
+    return out.mul_(squared_odds)
 
 
 def _heads_at_once(scores: int, device: torch.device) -> int:

@@ -23,10 +23,10 @@ from gqa.convert.merge.rope import complex_basis, complex_moments, pairs, put_co
 
 # Sweeps of alternating least squares; twice as many change the third digit of the error.
 _SWEEPS = 8
-# Share of the distances between query and key that is measured; the rest reaches the longest
-# context.
+# Weight of the measured distances between query and key. The other half of the weight is on
+# distances up to the longest context, uniform in log t.
 _MEASURED = 0.5
-_DISTANCES = 4096  # samples of the rest
+_DISTANCES = 4096  # samples of those
 
 
 def shared_key(
@@ -45,6 +45,23 @@ def shared_key(
             before.
         rotary: The dimensions that are rotated, and their frequencies.
     """
+    each_alone = _merge_each_frequency(keys, queries, means, rotary)
+    if not rotary.frequencies:
+        return each_alone
+    # Only the shared key is needed to start from: the queries follow from it.
+    return _merge_across_frequencies(keys, queries, means, distances, rotary, each_alone.merge)
+
+
+# -------------------------------------------------------------------------- one frequency at a time
+
+
+def _merge_each_frequency(
+    keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary
+) -> GroupMaps:
+    """Merge each rotated pair of dimensions alone, and those that are not rotated together.
+
+    Arguments are those of `shared_key`.
+    """
     heads, dim = queries.shape[:2]
     merge = keys.new_zeros(dim, heads * dim)
     back = keys.new_zeros(heads, dim, dim)
@@ -53,12 +70,7 @@ def shared_key(
     if rotary.dims < dim:
         varying = without_means(keys, means)
         _merge_plain(varying, queries, torch.arange(rotary.dims, dim), merge, back)
-    if not rotary.frequencies:
-        return GroupMaps(merge, back)
-    return _merge_across_frequencies(keys, queries, means, distances, rotary, merge)
-
-
-# -------------------------------------------------------------------------- one frequency at a time
+    return GroupMaps(merge, back)
 
 
 def _merge_rotated(
@@ -101,7 +113,7 @@ def _merge_plain(keys: Tensor, queries: Tensor, dims: Tensor, merge: Tensor, bac
     """Fill the dimensions `dims` of the maps `merge` and `back`, which are not rotated.
 
     The shared key is the subspace of the stacked keys that keeps most of the scores' energy: the
-    top eigenvectors of S^1/2 B S^1/2 with S = `keys` and B = blockdiag(E[q q^T]).
+    top eigenvectors of S^1/2 Q S^1/2 with S = `keys` and Q = blockdiag(E[q q^T]).
 
     Heads are brought to equal energy first, as values are in `shared_value`: the size in which a
     head is stored is no property of the model.
@@ -171,37 +183,46 @@ def _merge_across_frequencies(
     basis, frequencies = (part.to(keys.device) for part in complex_basis(rotary, dim))
     coherence, center = _coherence(frequencies, distances, rotary.longest)
 
-    # K: E[D_t] k of a constant key shifts all scores of a query alike. Only the rest counts,
-    # 1 - |E[D_t]|^2 of its energy (the mean over heads: equal heads must stay equal).
+    # K. A constant key c adds q^H E[D_t] c to all scores of a query, which changes nothing. What
+    # counts is the part that varies with t, 1 - |E[D_t]|^2 of its energy (the mean over heads:
+    # equal heads must stay equal).
     mean = _times_each(means.to(basis)[None], basis.mT)[0]
-    unshared = (1 - center.abs().square().mean(0)).clamp_min(0).sqrt()
-    varying = mean * unshared.repeat(heads)
+    varying_share = (1 - center.abs().square().mean(0)).clamp_min(0)
+    varying_mean = mean * varying_share.sqrt().repeat(heads)
     moments = _times_each(_times_each(keys.to(basis), basis.mH).mH, basis.mH)
     moments = moments - torch.outer(mean, mean.conj())
-    moments += torch.outer(varying, varying.conj())
+    moments += torch.outer(varying_mean, varying_mean.conj())
 
     query_moments = basis @ queries.to(basis) @ basis.mH  # Q (m, d, d)
     merge = _times_each(basis @ start.to(basis), basis.mH)  # B (d, m d)
     energy = moments.diagonal().real.view(heads, dim).mean(0)
     _fill_empty_rows(merge, moments, basis)
 
-    for sweep in range(_SWEEPS + 1):
+    def solve_restore() -> Tensor:  # X (m, d, d), given B
         cross = moments @ merge.mH  # K B^H (m d, d)
         head_cross = cross.view(heads, dim, dim) * coherence
         gram = merge @ cross * coherence
-        restore = head_cross @ pseudo_inverse(gram, FLOAT64_CUT)  # X (m, d, d)
-        if sweep == _SWEEPS:
-            break
+        return head_cross @ pseudo_inverse(gram, FLOAT64_CUT)
 
+    def solve_merge() -> Tensor:  # B (d, m d), given X
         targets = (restore.mH @ query_moments) * coherence.mT
         gram = ((restore.mH @ query_moments @ restore) * coherence.mT).sum(0)
-        merge = pseudo_inverse(gram, FLOAT64_CUT) @ targets.transpose(0, 1).flatten(1)
-        merge *= energy_factor(energy, _row_energy(merge, moments))[:, None]
+        solution = pseudo_inverse(gram, FLOAT64_CUT) @ targets.transpose(0, 1).flatten(1)
+        return solution * energy_factor(energy, _row_energy(solution, moments))[:, None]
 
-    return GroupMaps(
-        merge=_times_each(basis.mH @ merge, basis).real,
-        back=(basis.mH @ restore.mH @ basis).real,
-    )
+    restore = solve_restore()
+    for _ in range(_SWEEPS):
+        merge = solve_merge()
+        restore = solve_restore()
+
+    combine = _times_each(basis.mH @ merge, basis).real
+    back = (basis.mH @ restore.mH @ basis).real
+
+    # These maps belong to keys and queries as they are measured, whose rotated dimensions have been
+    # multiplied by `factor`. Those of the weights come before it: S^-1 M S in place of M.
+    scale = combine.new_ones(dim)
+    scale[: rotary.dims] = rotary.factor
+    return GroupMaps(combine * scale.repeat(heads) / scale[:, None], back * scale / scale[:, None])
 
 
 def _fill_empty_rows(merge: Tensor, moments: Tensor, basis: Tensor) -> None:

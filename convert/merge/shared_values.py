@@ -26,12 +26,12 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
     below the cuts of the inverses.
 
     Args:
-        attended: (R, m * d, m * d) E[z z^T] for each of the group's R = m r query heads, z the
-            attention-weighted average of the stacked values. (1, m * d, m * d) if all attend alike:
+        attended: (R, m e, m e) E[z z^T] for each of the group's R = m H / Hk query heads, z the
+            attention-weighted average of the stacked values. (1, m e, m e) if all attend alike:
             then the start is the optimum.
-        values: (m * d, m * d) second moments of the stacked values. The shared value gets their
-            mean energy.
-        outputs: (R, d, d) W_O,i W_O,i^T of each query head, W_O,i (d, D).
+        values: (m e, m e) second moments of the stacked values. The shared value gets their mean
+            energy.
+        outputs: (R, e, e) W_O,i W_O,i^T of each query head, W_O,i (e, D).
         owner: (R,), which of the m heads each query head reads.
     """
     dim = outputs.shape[1]
@@ -62,11 +62,12 @@ def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tenso
     root, inverse = root_and_inverse(attended.mean(0))
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     top = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
-    merge = top.T @ inverse  # (d, m d)
+    merge = top.T @ inverse  # (e, m e)
 
+    # For each query head, the rows of the value that it reads among the stacked ones.
     head_dims = (owner[:, None] * dim + torch.arange(dim)).to(attended.device)
     query_head = torch.arange(len(owner), device=head_dims.device)[:, None]
-    crossed = attended.expand(len(owner), -1, -1)[query_head, head_dims]  # (R, d, m d) E[z_a z^T]
+    crossed = attended.expand(len(owner), -1, -1)[query_head, head_dims]  # (R, e, m e) E[z_a z^T]
     energy = (outputs * crossed.take_along_dim(head_dims[:, None], 2)).sum()
     restore = _restoring_maps(merge, attended, crossed)
 
@@ -90,9 +91,9 @@ def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tenso
 
 
 def _restoring_maps(merge: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
-    """Least-squares maps (R, d, d) from the shared value to the value that each query head reads.
+    """Least-squares maps (R, e, e) from the shared value to the value that each query head reads.
 
-    merge: (d, m d), the shared value is merge @ z.
-    crossed: (R, d, m d) E[z_a z^T], z_a the value that the query head reads.
+    merge: (e, m e), the shared value is merge @ z.
+    crossed: (R, e, m e) E[z_a z^T], z_a the value that the query head reads.
     """
     return crossed @ merge.T @ pseudo_inverse(merge @ attended @ merge.T)

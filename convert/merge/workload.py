@@ -17,19 +17,21 @@ from gqa.convert.generate.sampling import (
     host_room,
     sequences_of_size,
 )
+from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
 from gqa.core.devices import native_bfloat16, total_memory
 from gqa.corpus.specs import is_self
 
-# Passes of the whole model over the text: both streams, attention once more, products for W_O
+# Passes of the whole model over the text: one of each model, about one of attention, which both
+# compute once more for the fits, and about one of the products for W_O
 _CALIBRATION_PASSES = 4.0
 # Forward passes in float32 that take as long as sampling, one token at a time; fewer where bfloat16
 # is native.
 _SAMPLING_PASSES = 2.0
 _SAMPLING_PASSES_BFLOAT16 = 1.0
 _PASSES_PER_STEP = 3.0  # forward passes that a training step takes as long as
-# Hidden states of the text: both streams, targets, and part of one while they are computed
+# Hidden states of the text in both models, targets, and half as much while they are computed
 _STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
@@ -144,7 +146,7 @@ def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
     """Of the closed form on text and the training of every module."""
     sizes = _sizes(plan)
     training = options.refinement
-    tokens = _PASSES_PER_STEP * training.batch * options.text.length
+    tokens = _PASSES_PER_STEP * training.blocks_per_step * options.text.length
     projections = (2 * tokens + 6 * _MUON_ITERATIONS * sizes.width) * sum(sizes.module_parameters)
     step = projections + _attention_operations(sizes, tokens, options.text.length)
     trained_copies = _REFINE_COPIES * sizes.module_parameters[0]
@@ -180,9 +182,12 @@ def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int
 def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) -> Workload:
     """A workload on calibration text: with what it takes to generate the text."""
     memory = 4 * numbers
-    text = options.text
+    writes_pairs = transformers_config(plan.checkpoint.config).is_encoder_decoder
+    text = options.text.readable(accepts_plain_text=not writes_pairs)
     shares = text.tokens_by_source()
     sequences = sum(tokens // text.length for source, tokens in shares if is_self(source))
+    if writes_pairs:
+        sequences *= 2  # a source and a target
     if not sequences:
         return Workload(operations, memory)
 
@@ -228,16 +233,16 @@ def generation_workload(
     sequence = length * cache_bytes_per_token + BYTES_PER_LOGIT * vocabulary
 
     if device.startswith("cpu"):
-        at_once = min(sequences, max(1, sequences_of_size(host_room(), sequence)))
-        held = at_once
+        sequences_at_once = min(sequences, max(1, sequences_of_size(host_room(), sequence)))
+        held = sequences_at_once
     else:
         total = total_memory(device)
         free = MAX_CACHE_BYTES if total is None else max(0, total - weights)
-        at_once = min(sequences, max(1, sequences_of_size(free, sequence)))
+        sequences_at_once = min(sequences, max(1, sequences_of_size(free, sequence)))
         # A GPU takes as many as fit, but one batch is all that it needs memory for.
-        held = min(at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
+        held = min(sequences_at_once, MAX_BATCH, max(1, MAX_CACHE_BYTES // sequence))
 
-    rounds = math.ceil(sequences / at_once)
+    rounds = math.ceil(sequences / sequences_at_once)
     passes = _SAMPLING_PASSES_BFLOAT16 if native_bfloat16(device) else _SAMPLING_PASSES
     return Workload(
         operations=passes * 2 * sequences * length * parameters,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gqa.convert.methods.base import name_with_type
 from gqa.convert.methods.weights_method import WeightsMethod
 
 if TYPE_CHECKING:
-    from gqa.checkpoint.read import Checkpoint
     from gqa.convert.head_maps import HeadMaps
-    from gqa.convert.heads.config import ModelConfig
-    from gqa.convert.heads.modules import AttentionModule
     from gqa.convert.merge.maps_from_weights import ModuleEstimate
     from gqa.convert.merge.options import MapsOptions
     from gqa.convert.merge.workload import Workload
@@ -26,24 +21,7 @@ class Aligned(WeightsMethod):
     cost = "seconds; for a 7B model minutes"
     result = "merged in closed form, from the weights"
     example_ratio = "x1.99"
-    estimates_inputs = True
-
-    def obstacle(
-        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
-    ) -> str:
-        reason = super().obstacle(checkpoint, config, modules)
-        if reason:
-            return reason
-
-        from gqa.convert.heads.layer_parts import can_estimate_inputs
-
-        if can_estimate_inputs(checkpoint, config, modules):
-            return ""
-        model = name_with_type(checkpoint, config)
-        return (
-            f"--method {self.name} needs layers of attention and one MLP, but {model} has other "
-            "layers"
-        )
+    needs = frozenset({"symmetry", "inputs"})
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         from gqa.convert.merge.moments import head_maps

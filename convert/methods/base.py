@@ -21,6 +21,11 @@ Reads = Literal["nothing", "weights", "text"]
 # training of layers, the seed. `option(setting=...)` gives an option its kind, and
 # `Method.settings` lists the kinds that a method reads.
 Settings = Literal["maps", "text", "training", "seed"]
+# What a method may need of a model:
+# - layers: it runs them on text, one after the other;
+# - symmetry: it aligns heads;
+# - inputs: it estimates what each layer reads, from the embeddings and the layers before.
+Need = Literal["layers", "symmetry", "inputs"]
 
 
 class Method:
@@ -31,9 +36,11 @@ class Method:
         through the model.
     cost, result: The time it takes, and what the heads of the result are, in words.
     settings: Which options it uses.
+    needs: What it needs of a model; other models are refused (`obstacle`).
     example_ratio: Perplexity ratio of the example model with 2 of 8 KV heads (docs/results.md), by
         which messages and docs compare methods; empty if it was not measured.
     is_control: Whether it is for comparisons only, and never recommended.
+    merges: Whether it makes fewer heads. Those of unmerged.py, which no user chooses, do not.
     """
 
     name: ClassVar[str]
@@ -41,8 +48,10 @@ class Method:
     cost: ClassVar[str]
     result: ClassVar[str]
     settings: ClassVar[frozenset[Settings]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset()
     example_ratio: ClassVar[str] = ""
     is_control: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
 
     @property
     def computes_maps(self) -> bool:
@@ -62,6 +71,23 @@ class Method:
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:
         """Why the method cannot merge the heads of a model; empty if it can."""
+        model = f"{checkpoint.name} ({config.text_config.model_type})"
+        if "layers" in self.needs:
+            reason = _why_not_layerwise(checkpoint, config)
+            if reason:
+                return f"{model} cannot be run layer by layer: {reason}"
+
+        if "symmetry" in self.needs and isinstance(config.symmetry, str):
+            return f"--method {self.name} cannot align the heads of {model}: {config.symmetry}"
+
+        if "inputs" in self.needs:
+            from gqa.convert.heads.layer_parts import can_estimate_inputs
+
+            if not can_estimate_inputs(checkpoint, config, modules):
+                return (
+                    f"--method {self.name} needs layers of attention and one MLP, but {model} has "
+                    "other layers"
+                )
         return ""
 
     def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
@@ -78,6 +104,9 @@ class Method:
         return self.fixed_maps(change.heads.kv, change.groups).merge
 
 
-def name_with_type(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """`NAME (MODEL_TYPE)`, for a reason why a method does not fit."""
-    return f"{checkpoint.name} ({config.text_config.model_type})"
+def _why_not_layerwise(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
+    """Why a model cannot be run layer by layer; None if no reason is known."""
+    reason = config.why_not_layerwise
+    if not reason and checkpoint.packed:
+        return "its other weights are quantized"
+    return reason

@@ -13,7 +13,6 @@ class First(Method):
     cost = "seconds"
     result = "the first of each group"
     example_ratio = "x16.4"
-    example_ratio = "x16.4"
 
     def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
         return first_maps(kv, groups)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.methods.base import Method, name_with_type
+from gqa.convert.methods.base import Method
 
 if TYPE_CHECKING:
-    from gqa.checkpoint.read import Checkpoint
-    from gqa.convert.heads.config import ModelConfig
-    from gqa.convert.heads.modules import AttentionModule
     from gqa.convert.merge.finished_layers import FinishedLayers
     from gqa.convert.merge.options import MapsOptions
     from gqa.convert.merge.workload import Workload
@@ -22,14 +19,7 @@ if TYPE_CHECKING:
 class MapsMethod(Method, ABC):
     """A method that computes maps for each attention module, of keys, values, queries and W_O."""
 
-    def obstacle(
-        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
-    ) -> str:
-        reason = config.symmetry
-        if isinstance(reason, str):
-            model = name_with_type(checkpoint, config)
-            return f"--method {self.name} cannot align the heads of {model}: {reason}"
-        return ""
+    needs = frozenset({"symmetry"})
 
     @abstractmethod
     def find_maps(

@@ -13,7 +13,6 @@ class Mean(Method):
     cost = "seconds"
     result = "the mean of each group"
     example_ratio = "x15.4"
-    example_ratio = "x15.4"
 
     def fixed_maps(self, kv: int, groups: int) -> HeadMaps:
         return mean_maps(kv, groups)

@@ -24,11 +24,12 @@ class Procrustes(WeightsMethod):
 
         heads = module.heads
         per_group = heads.kv // module.groups
-        query_heads = heads.query // heads.kv  # that read a KV head
         moments = module.moments
 
         keys = []
         if module.aligns_keys:
             keys = [procrustes_key(group, module.rotary, per_group) for group in moments.keys]
-        values = [procrustes_value(group, per_group, query_heads) for group in moments.values]
+        values = [
+            procrustes_value(group, per_group, heads.queries_per_kv) for group in moments.values
+        ]
         return head_maps(heads, module.groups, keys, values)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.methods.text_method import TextMethod, layerwise_obstacle
+from gqa.convert.methods.text_method import TextMethod
 
 if TYPE_CHECKING:
-    from gqa.checkpoint.read import Checkpoint
-    from gqa.convert.heads.config import ModelConfig
-    from gqa.convert.heads.modules import AttentionModule
     from gqa.convert.merge.fit import FitTask, FittedModule
     from gqa.convert.merge.options import MapsOptions
     from gqa.convert.merge.workload import Workload
     from gqa.convert.plan import Plan
+
+
+# Records keep older names, by which readers and stored layers know them.
+_RECORDED_NAMES = {"validation": "heldout", "blocks_per_step": "batch"}
 
 
 class Refined(TextMethod):
@@ -29,11 +29,7 @@ class Refined(TextMethod):
     result = "merged in closed form, then adjusted layer by layer"
     example_ratio = "x1.11"
     settings = TextMethod.settings | {"training"}
-
-    def obstacle(
-        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
-    ) -> str:
-        return layerwise_obstacle(checkpoint, config)
+    needs = frozenset({"layers"})
 
     def fit(self, task: FitTask) -> FittedModule:
         from gqa.convert.merge.fit_and_refine import fit_and_refine
@@ -48,7 +44,5 @@ class Refined(TextMethod):
     def describe_options(self, options: MapsOptions) -> dict[str, Any]:
         refinement = dict[str, Any]()
         for name, value in asdict(options.refinement).items():
-            # Records keep the older name, by which readers and stored layers know it
-            recorded_name = "heldout" if name == "validation" else name
-            refinement[recorded_name] = value
+            refinement[_RECORDED_NAMES.get(name, name)] = value
         return super().describe_options(options) | {"refinement": refinement}

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.methods.base import name_with_type
 from gqa.convert.methods.maps_method import MapsMethod
 
 if TYPE_CHECKING:
-    from gqa.checkpoint.read import Checkpoint
-    from gqa.convert.heads.config import ModelConfig
-    from gqa.convert.heads.modules import AttentionModule
     from gqa.convert.merge.finished_layers import FinishedLayers
     from gqa.convert.merge.fit import FitTask, FittedModule
     from gqa.convert.merge.options import MapsOptions
@@ -30,16 +26,11 @@ class TextMethod(MapsMethod):
 
     reads = "text"
     settings = frozenset({"maps", "text", "seed"})
+    needs = frozenset({"layers", "symmetry"})
 
     @abstractmethod
     def fit(self, task: FitTask) -> FittedModule:
         """The maps of one attention module, and weights that replace whole tensors, if any."""
-
-    def obstacle(
-        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
-    ) -> str:
-        layerwise = layerwise_obstacle(checkpoint, config)
-        return layerwise or super().obstacle(checkpoint, config, modules)
 
     def find_maps(
         self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
@@ -62,22 +53,12 @@ class TextMethod(MapsMethod):
             "content": options.text.identify(),
             "ridge": options.ridge,
             "dtype": options.dtype,
-            "batch": options.batch,
+            "batch": options.most_blocks,
         }
 
     def out_of_memory_message(self, options: MapsOptions) -> str:
         return (
-            f"out of memory on {options.device} with {options.at_once} blocks of "
-            f"{options.text.length} tokens in a layer at a time ({options.refinement.batch} to "
-            "refine it); lower --context, or pass --precision bfloat16 or another --device"
+            f"out of memory on {options.device} with {options.blocks_at_once} blocks of "
+            f"{options.text.length} tokens in a layer at a time; lower --context, or pass "
+            "--precision bfloat16 or another --device"
         )
-
-
-def layerwise_obstacle(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Why a model cannot be run layer by layer; empty if no reason is known."""
-    reason = config.why_not_layerwise
-    if not reason and checkpoint.packed:
-        reason = "its other weights are quantized"
-    if not reason:
-        return ""
-    return f"{name_with_type(checkpoint, config)} cannot be run layer by layer: {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from gqa.convert.methods.maps_method import MapsMethod
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 class WeightsMethod(MapsMethod):
     """A method that reads the weights of one attention module after the other.
 
-    estimates_inputs: Whether it estimates what each layer reads from the embeddings and the layers
-        before; otherwise all directions of the hidden states count alike.
+    If it needs `inputs`, it gets estimates of what each layer reads, from the embeddings and the
+    layers before; otherwise all directions of the hidden states count alike.
     """
 
     reads = "weights"
     settings = frozenset({"maps"})
-    estimates_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:
@@ -42,7 +41,8 @@ class WeightsMethod(MapsMethod):
         """
         from gqa.convert.merge.maps_from_weights import estimate_maps
 
-        return estimate_maps(plan, self.module_maps, self.estimates_inputs, search, device)
+        estimates_inputs = "inputs" in self.needs
+        return estimate_maps(plan, self.module_maps, estimates_inputs, search, device)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:
         from gqa.convert.merge.workload import weights_workload

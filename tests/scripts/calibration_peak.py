@@ -32,7 +32,7 @@ def calibrator_of(plan: Plan, blocks: int, length: int) -> Calibrator:
         refinement=Refinement(steps=2, autocast=False),
     )
     ids = torch.randint(512, (blocks, length))
-    return Calibrator(plan, ids, options, plan.merge_method.fit)
+    return Calibrator(plan, ids, options, plan.method.fit)
 
 
 def calibrate(calibrator: Calibrator, copies: int) -> None:

@@ -42,7 +42,7 @@ def calibration(
     # Every call takes ten times as long on the stand-in, so two steps must do. Float32 on both: a
     # CPU with native bfloat16 would train in that.
     training = replace(SHORT, steps=2, autocast=False)
-    options = MapsOptions(text=text, device=device, batch=AT_ONCE, refinement=training)
+    options = MapsOptions(text=text, device=device, most_blocks=AT_ONCE, refinement=training)
     calibrator = Calibrator(plan, inputs, options, METHODS[method].fit)
     heldout = torch.arange(8 * LENGTH).view(8, LENGTH) % 50 + 10
     quality = QualityCheck(calibrator.pair, heldout) if check else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from gqa.convert.api import Plan, plan_conversion
 from gqa.convert.merge.options import Refinement
 
-SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, validation=0.25)
+SHORT = Refinement(steps=8, blocks_per_step=8, learning_rate=0.02, validation=0.25)
 
 
 def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:

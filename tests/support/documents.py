@@ -110,7 +110,7 @@ def documents_of(tokens: list[list[int]]) -> Documents:
         {"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")}
     )
     data = datasets.Dataset.from_dict({"tokens": tokens, "digest": digests}, features)
-    return Documents(data, "")
+    return Documents(data, "", divisible=np.ones(len(tokens), bool))
 
 
 class Counted:

@@ -18,7 +18,8 @@ from transformers import (
 from gqa.convert.api import Plan
 from gqa.convert.heads.layouts import QUERY_ROLES, Role
 from gqa.convert.heads.modules import Change
-from gqa.convert.merge_heads import converted_tensor, repeat_heads
+from gqa.convert.methods.unmerged import repeat_heads
+from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.models.loading import cache_name
 from support.tiny_models import (
     TINY,
@@ -72,8 +73,9 @@ def planned(tiny: Tiny, plan: Plan, attention: str, maps: Any = None) -> PreTrai
     """The model that a plan makes with these maps, without writing it."""
     read, stored = plan.checkpoint.read, all_tensors(Path(str(plan.checkpoint.directory)))
     tensors = {tensor.name: stored[tensor.name] for tensor in plan.tensors if not tensor.change}
+    writer = ConvertedCheckpoint(plan, maps)
     for change in {tensor.change for tensor in plan.changed if tensor.change}:
-        tensors[change.source.name] = converted_tensor(plan, maps, change, read(change.source))
+        tensors[change.source.name] = writer.converted(change, read(change.source))
     return load(tiny, None, attention, config=config(tiny, plan.fewest), state_dict=tensors)
 
 
@@ -98,7 +100,7 @@ def tiled_heads() -> Iterator[None]:
         more = change.groups // change.heads.kv
         return heads.repeat(more, *[1] * (heads.ndim - 1))
 
-    with mock.patch("gqa.convert.merge_heads.repeat_heads", tile):
+    with mock.patch("gqa.convert.methods.unmerged.repeat_heads", tile):
         yield
 
 

@@ -152,15 +152,15 @@ def set_losses(*losses: float) -> None:
     import gqa.uptrain.evaluation as module
     import gqa.uptrain.loop
 
-    evaluate = module.evaluate
+    measure = module.measure_and_keep
 
-    def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
+    def measure_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
         module.heldout_losses = lambda *given: dict.fromkeys(
             ("kl", "cross_entropy"), losses[progress.step]
         )
-        return evaluate(setup, model, progress, best)
+        return measure(setup, model, progress, best)
 
-    gqa.uptrain.loop.evaluate = evaluate_so
+    gqa.uptrain.loop.measure_and_keep = measure_so
 
 
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
@@ -250,6 +250,22 @@ def no_space_for_the_state_of(step: int) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
 
     FileSystemWriter.write_data = full  # type: ignore[method-assign]
+
+
+def no_space_for_the_random_states_of(rank: int, step: int) -> None:
+    """The disk is full when one process of several writes its own file of the state of a step."""
+    if int(os.environ.get("RANK", "0")) != rank:
+        return
+    import gqa.uptrain.state_files as module
+
+    save = module.save_accelerator_state
+
+    def full(directory: str, *given: Any) -> Any:
+        if f"step-{step:08d}" in directory:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
+        return save(directory, *given)
+
+    module.save_accelerator_state = full
 
 
 def states_cannot_be_removed() -> None:

@@ -29,7 +29,6 @@ from gqa.convert.heads.rotary import Rotary
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods.maps_method import MapsMethod
 from gqa.convert.methods.table import METHODS
 from gqa.convert.plan import Plan
 
@@ -58,7 +57,7 @@ GPT2_NAMES = {"output": ("c_proj",), "stacked": ("c_attn",)}  # whose weights ar
 # Methods that align heads, and refuse models whose heads cannot be aligned; `refined` then begins
 # with the mean.
 ALIGNING = tuple(
-    name for name, method in METHODS.items() if isinstance(method, MapsMethod) and name != "refined"
+    name for name, method in METHODS.items() if "symmetry" in method.needs and not method.is_control
 )
 
 # One row of numbers, or several, for each query or key head; of the head dimension where all heads
@@ -110,7 +109,7 @@ CalibrationReader.blocks_and_heldout = _blocks_and_heldout  # type: ignore[metho
 
 def on_ids(**options: Any) -> MapsOptions:
     """Options of finding maps on random ids."""
-    return MapsOptions(**({"text": Ids(), "batch": 64} | options))
+    return MapsOptions(**({"text": Ids(), "most_blocks": 64} | options))
 
 
 @contextmanager
