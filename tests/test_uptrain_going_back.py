@@ -90,6 +90,16 @@ def test_the_rate_falls_too_if_the_loss_has_hardly_fallen(converted: Path, tmp_p
     assert losses(tmp_path / "out")[EVERY] < losses(tmp_path / "slow")[EVERY]
 
 
+def test_a_small_fall_at_a_lowered_rate_or_in_the_warm_up_lowers_no_rate(
+    converted: Path, tmp_path: Path
+) -> None:
+    record = run(converted, tmp_path / "lowered", HARDLY)
+    assert record["losses"]["rate_cuts"] == 1
+
+    record = run(converted, tmp_path / "warm-up", HARDLY, warmup=STEPS - 1)
+    assert record["losses"]["rate_cuts"] == 0
+
+
 def test_a_run_whose_loss_falls_keeps_its_rate(converted: Path, tmp_path: Path) -> None:
     record = run(converted, tmp_path / "out", 1e-3)
     assert record["losses"]["rate_cuts"] == 0

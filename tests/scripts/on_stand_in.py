@@ -77,7 +77,7 @@ def against_the_cpu(run: Callable[[str], dict[str, Tensor]], free: int) -> dict[
     bytes of the device are free.
     """
     expected = run("cpu")
-    gqa.convert.merge.pair.free_memory = lambda device: None if device.type == "cpu" else free
+    gqa.convert.merge.streams.free_memory = lambda device: None if device.type == "cpu" else free
     with stand_in.stand_in() as moves:
         found = run(stand_in.NAME)
     return {"difference": farthest(expected, found), "there": moves.there, "back": moves.back}
