@@ -47,7 +47,7 @@ from gqa.eval.evaluate import Comparison
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import greedy_texts
 from gqa.eval.subjects import open_subjects
-from gqa.eval.text import prefix_token, read_text
+from gqa.eval.text import read_text
 from gqa.models.loading import load_model
 
 BITS: tuple[CacheBits, ...] = ("fp8", 8, 4, 2)
@@ -170,12 +170,9 @@ def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
     for kind, prompt, expected in questions():
         by_kind[kind].append((prompt, expected))
 
-    prefix = prefix_token(tokenizer)
     shares = dict[str, float]()
     for kind, pairs in by_kind.items():
-        openings = list[list[int]]()
-        for prompt, _ in pairs:
-            openings.append([prefix, *tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        openings: list[list[int]] = [tokenizer(prompt)["input_ids"] for prompt, _ in pairs]
 
         hits = list[bool]()
         for text, (_, expected) in zip(greedy_texts(model, openings, LONGEST), pairs, strict=True):

@@ -143,8 +143,11 @@ class Advice:
         goal = "for better quality uptrain it"
         if self._fits_training:
             return f"{goal}: {command}"
-        needed = size(self.training_memory)
-        return f"{goal}; by default that needs about {needed}, so look at the plan first: {command}"
+        plan = (
+            f"the defaults need about {size(self.training_memory)}; this is the plan of a run that "
+            "needs less"
+        )
+        return f"{goal} ({plan}): {command}"
 
     # ------------------------------------------------------------------------ what the model allows
 

@@ -31,9 +31,9 @@ class ConvertOptions(Options):
 
     kv_heads: int | tuple[int, ...] | None = option(
         None,
-        "Number of KV heads of the result: a divisor of the model's number, or a multiple of it, "
-        "to repeat heads. For different numbers per layer, pass one number for each layer, like "
-        "3,1,1,3.",
+        "Number of KV heads of the result: a divisor of the model's number, or, to repeat heads, a "
+        "multiple of it that divides the query heads. For different numbers per layer, pass one "
+        "number for each layer, like 3,1,1,3.",
         KVHeads(),
         short="-g",
         alias="--groups",
@@ -89,10 +89,9 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Calibration tokens. Of the tokens of self, up to a sixth (at most 8,192) are kept to "
-        "measure the quality; they are not calibrated on. Sources share the tokens equally; "
-        "general next to others gets a quarter, at most 12,288. The tokens of self:TOKENS are "
-        "added to this number.",
+        "Calibration tokens. Sources share them equally (general: a quarter, at most 12,288; "
+        "self:TOKENS is added). Up to a sixth of the tokens of self, at most 8,192, measure the "
+        "quality instead.",
         tokens_type(),
         metavar="COUNT",
         setting="text",
@@ -188,7 +187,8 @@ class ConvertOptions(Options):
     )
     overwrite: bool = option(
         False,
-        "Replace the checkpoint at DIR once the new one is complete.",
+        "Replace the checkpoint at DIR once the new one is complete, and discard the stored layers "
+        "of a run with other options. A stopped run with the same options is continued.",
         group=OUTPUT,
         repeated=False,
     )

@@ -2,6 +2,7 @@
 names are not broken, and a missing value is an error in the words of its dataclass.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +14,29 @@ _NAME_COLUMNS = 24  # of --help; a longer name has a line of its own
 
 
 class GroupedOption(click.Option):
-    """An option below a heading of --help."""
+    """An option below a heading of --help.
+
+    alias: A further name, which --help does not show.
+    """
 
     def __init__(
-        self, names: Sequence[str], *, group: str, missing: str = "", **arguments: Any
+        self,
+        names: Sequence[str],
+        *,
+        group: str,
+        missing: str = "",
+        alias: str = "",
+        **arguments: Any,
     ) -> None:
-        super().__init__(names, **arguments)
+        super().__init__([*names, alias] if alias else names, **arguments)
         self.group = group
         self._missing = missing
+        self._alias = alias
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        shown = copy.copy(self)
+        shown.opts = [name for name in self.opts if name != self._alias]
+        return super(GroupedOption, shown).get_help_record(ctx)
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         with _message_if_missing(self._missing, ctx):

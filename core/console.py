@@ -258,10 +258,12 @@ def _describe_failure(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError | DivergedError):
         return str(error), 1
     if out_of_memory(error):
-        return f"out of memory: {explain(error)}; use smaller batches or a shorter context", 1
+        advice = "stop other programs that use it, or use a device with more memory"
+        return f"out of memory: {explain(error)}; {advice}", 1
 
     kind = type(error).__name__
-    return f"unexpected {kind}: {explain(error)}; -v shows where, please report it", 1
+    advice = "please report it with the command and what -v prints"
+    return f"unexpected {kind}: {explain(error)}; {advice}", 1
 
 
 @contextmanager

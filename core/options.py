@@ -70,7 +70,7 @@ def option(
         group: The heading of --help below which it stands; every option of a command needs one.
         metavar: What --help calls a value.
         short: `-o`.
-        alias: Another name, `--groups`.
+        alias: Another name, which --help does not show: `--groups`.
         argument_metavar: Makes the field a positional argument (MODEL) instead of an option; this
             is its metavar.
         missing: What an error says if the option or argument must be given and is not.
@@ -291,8 +291,6 @@ def parameter(options_class: type, entry: Field[Any]) -> click.Parameter:
     names = [name, flag(name)]
     if metadata["short"]:
         names.insert(1, metadata["short"])
-    if metadata["alias"]:
-        names.append(metadata["alias"])
     text = metadata["help"]
     if "[default: " not in text:
         text += default_text(entry.default)
@@ -315,6 +313,7 @@ def parameter(options_class: type, entry: Field[Any]) -> click.Parameter:
         help=text,
         metavar=metavar,
         multiple=has_several,
+        alias=metadata["alias"],
     )
 
 

@@ -22,6 +22,8 @@ Examples:
   gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined --memory 1GB
   torchrun --nproc_per_node 8 -m gqa.eval examples/stdlib-mha \\
       examples/stdlib-mha-gqa2-refined --data stdlib:heldout
+
+Documentation: docs/evaluating.md in the repository
 """
 
 

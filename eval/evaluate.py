@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from gqa.checkpoint.base_model import is_base_model
 from gqa.checkpoint.provenance import PROVENANCE, read_record, request, versions
 from gqa.core.console import Watcher
-from gqa.core.devices import on_main, ranks
+from gqa.core.devices import on_main, out_of_memory, ranks
+from gqa.core.errors import NoMemoryError, alternatives, explain
 from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.metrics import arrays_read, measure_text
@@ -57,6 +59,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
 
     Raises:
         RefusedError: A model cannot be measured so.
+        NoMemoryError: A device or the host has too little memory.
         CorpusError: The text cannot be used.
     """
     transformers.utils.logging.set_verbosity_error()
@@ -108,12 +111,42 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
 
     if options.decode:
         # One process measures: other ranks would disturb it.
-        on_main(lambda: time_decoding(subjects, models, options, contexts))
+        with _memory_advice("lower --decode-batches or --decode-contexts"):
+            on_main(lambda: time_decoding(subjects, models, options, contexts))
 
     if text or measures_recall:
         recall_context = context if measures_recall else None
-        _compare(subjects, models, text, options, recall_context)
+        with _memory_advice(_what_needs_less(options, context, device)):
+            _compare(subjects, models, text, options, recall_context)
     return results if state.is_main_process else {}
+
+
+@contextmanager
+def _memory_advice(advice: str) -> Iterator[None]:
+    """Say in the error of a device or host that runs out of memory in the block what to do.
+
+    Raises NoMemoryError.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise NoMemoryError(f"out of memory: {explain(error)}; {advice}") from error
+
+
+def _what_needs_less(options: EvaluateOptions, context: int, device: str) -> str:
+    """The options that make scoring need less memory, of those that are left."""
+    lower = f"--context (now {context})"
+    if options.batch_size > 1:
+        lower = f"--batch-size (now {options.batch_size}) or {lower}"
+    advice = [f"lower {lower}"]
+    if options.kl:
+        advice.append("remove --kl")
+    is_spread = options.device == "auto" or ranks().num_processes > 1
+    if not is_spread and not device.startswith("cpu"):
+        advice.append("pass --device auto")
+    return alternatives(advice)
 
 
 def _warn_if_swapped(subjects: Sequence[Subject], options: EvaluateOptions) -> None:

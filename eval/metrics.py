@@ -2,8 +2,8 @@
 
 `METRICS` are computed from arrays with one number per token of the scored text
 (`gqa.eval.scoring`). From their entries come the records of `gqa-eval`, its tables on a terminal
-and on the page, the rows, tables and axes of `gqa-ablate`, and the table in docs/evaluating.md
-(`python tests/test_metrics.py` writes it).
+and on the page, the rows, tables and axes of `gqa-ablate`, and the tables in docs/evaluating.md
+(`python tests/test_metrics.py` writes them).
 
 `RECALL_KINDS` are the kinds of questions about the context (`gqa.eval.recall`), shown in the same
 places.
@@ -47,7 +47,7 @@ class RowNumber:
 class Metric:
     """A number about a model's predictions of a text, with its error or interval.
 
-    title, meaning, unit, better: For the docs; `better` is the direction.
+    title, meaning, unit, better: For the docs; `meaning` is the formula, `better` the direction.
     compares: Whether it compares a converted model with the base model. Records have metrics that
         do in `against_baseline`, others in `quality`.
     arrays: Names of the arrays per scored token that `measure` reads. Arrays of the base model are
@@ -57,6 +57,7 @@ class Metric:
     keys: The value first, then what belongs to it: error, bounds, the sum that it is made of.
     table: The table of gqa-eval that shows it.
     columns: Columns of that table, of the numbers in `quality` or `against_baseline`.
+    in_words: What the columns show, for the docs; by default `meaning`.
     note: What is said of it below that table.
     row: Numbers in the rows of a study.
     study_columns: Columns of the table of a study, of the numbers in its rows.
@@ -73,6 +74,7 @@ class Metric:
     keys: tuple[str, ...]
     table: TableName = "quality"
     columns: tuple[Column, ...] = ()
+    in_words: str = ""
     note: str = ""
     row: tuple[RowNumber, ...] = ()
     study_columns: tuple[Column, ...] = ()
@@ -195,8 +197,7 @@ def _acceptance(scores: Scores, text: Text) -> Numbers:
 METRICS = (
     Metric(
         title="loss",
-        meaning="mean of -ln q(token) over all tokens; in a study (a run of `gqa-ablate`) also its "
-        "increase over the base model's",
+        meaning="mean of -ln q(token) over all tokens",
         unit="nats per token",
         better="lower",
         compares=False,
@@ -230,12 +231,13 @@ METRICS = (
         measure=_token_perplexity,
         keys=("token_perplexity",),
         columns=(Column("perplexity", lambda quality: format_number(quality["token_perplexity"])),),
+        in_words="exp(mean loss per token)",
         row=(RowNumber("perplexity", "quality.token_perplexity"),),
         study_columns=(Column("perplexity", lambda row: format_number(row["perplexity"])),),
     ),
     Metric(
         title="word perplexity",
-        meaning="exp(nats / words); empty if [pairs](#encoder-decoders) are cut to the context",
+        meaning="exp(nats / words)",
         unit="per word",
         better="lower",
         compares=False,
@@ -245,7 +247,7 @@ METRICS = (
     ),
     Metric(
         title="byte perplexity",
-        meaning="exp(nats / bytes); empty if [pairs](#encoder-decoders) are cut to the context",
+        meaning="exp(nats / bytes)",
         unit="per byte",
         better="lower",
         compares=False,
@@ -255,8 +257,7 @@ METRICS = (
     ),
     Metric(
         title="perplexity ratio",
-        meaning="perplexity / that of the base model on the same tokens, with the 95% interval of "
-        "a paired bootstrap",
+        meaning="perplexity / that of the baseline",
         unit="factor",
         better="lower",
         compares=True,
@@ -267,6 +268,8 @@ METRICS = (
             Column("x baseline", "{ratio:,.3f}"),
             Column("95% interval", "{ratio_low:,.3f} - {ratio_high:,.3f}"),
         ),
+        in_words="*perplexity ratio*: perplexity divided by that of the baseline, on the same "
+        "tokens, with its interval; 1 is no loss",
         row=(
             RowNumber("perplexity_ratio", "against_baseline.ratio"),
             RowNumber("perplexity_ratio_low", "against_baseline.ratio_low"),
@@ -275,7 +278,7 @@ METRICS = (
     ),
     Metric(
         title="bits per byte",
-        meaning="nats / (bytes x ln 2); empty if [pairs](#encoder-decoders) are cut to the context",
+        meaning="nats / (bytes x ln 2)",
         unit="bits per byte",
         better="lower",
         compares=False,
@@ -283,12 +286,13 @@ METRICS = (
         measure=_bits_per_byte,
         keys=("bits_per_byte",),
         columns=(Column("bits/byte", "{bits_per_byte:.4f}"),),
+        in_words="loss per byte of text, in bits; comparable between tokenizers",
         row=(RowNumber("bits_per_byte", "quality.bits_per_byte"),),
         study_columns=(Column("bits/byte", "{bits_per_byte:.4f}"),),
     ),
     Metric(
         title="mean KL divergence",
-        meaning="mean of KL(baseline || model) over all tokens, with its standard error",
+        meaning="mean of KL(baseline || model) over all tokens",
         unit="nats",
         better="lower",
         compares=True,
@@ -297,14 +301,16 @@ METRICS = (
         keys=("kl",),
         table="distributions",
         columns=(Column("mean KL", "{kl[mean]:.4f} ± {kl[mean_error]:.1g}"),),
-        note="KL(baseline || model) in nats over the tokens that both have",
+        in_words="mean KL divergence from the baseline's predictions, in nats, with its standard "
+        "error",
+        note="KL(baseline || model) in nats, over the vocabulary that both models have",
         row=(RowNumber("kl", "against_baseline.kl.mean"),),
         study_columns=(Column("KL", "{kl:.4f}"),),
         study_note="KL from the base model in nats",
     ),
     Metric(
         title="top-1 agreement",
-        meaning="share of positions where the most probable tokens of both models are equal",
+        meaning="share of positions where argmax p = argmax q",
         unit="share",
         better="higher",
         compares=True,
@@ -313,12 +319,14 @@ METRICS = (
         keys=("top1_agreement", "top1_agreement_error"),
         table="distributions",
         columns=(Column("top-1 agreement", "{top1_agreement:.2%}"),),
+        in_words="share of positions where both models find the same token most probable",
         row=(RowNumber("top1_agreement", "against_baseline.top1_agreement"),),
         study_columns=(Column("top-1 agreement", "{top1_agreement:.1%}"),),
     ),
     Metric(
         title="acceptance",
-        meaning="mean of sum over x of min(p(x), q(x))",
+        meaning="mean of sum over x of min(p(x), q(x)) "
+        "([2211.17192](https://arxiv.org/abs/2211.17192), section 3.2)",
         unit="share",
         better="higher",
         compares=True,
@@ -327,6 +335,8 @@ METRICS = (
         keys=("acceptance", "acceptance_error"),
         table="distributions",
         columns=(Column("acceptance", "{acceptance:.2%}"),),
+        in_words="share of tokens drafted by the model that the baseline accepts in speculative "
+        "decoding at temperature 1",
         note="acceptance: share of tokens drafted by the model that the baseline accepts in "
         "speculative decoding at temperature 1",
         row=(RowNumber("acceptance", "against_baseline.acceptance"),),
@@ -367,9 +377,8 @@ RECALL_KINDS = (
         "text",
         study_title="text recalled",
         question=(
-            "a passage of N tokens from `--data` (N: 64, 192, 512, 1,024, 2,048 ..., and the "
-            "longest that fits into `--context`), then its first 192 tokens again (all N if N is "
-            "smaller)"
+            "a passage of N tokens from `--data`, then its first tokens again, at most 192. N: "
+            "from 64 to what fits into `--context`"
         ),
         counted="the second copy without its first token",
     ),

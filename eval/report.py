@@ -236,8 +236,8 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         cross_bytes = model["kv_cache"]["cross_bytes_per_token"]
         return size(cross_bytes) if cross_bytes else ""
 
-    def against_first(model: Mapping[str, Any]) -> str:
-        return f"{cache_bytes(model) / cache_bytes(models[0]):.3g}"
+    def cache_left(model: Mapping[str, Any]) -> str:
+        return f"{100 * cache_bytes(model) / cache_bytes(models[0]):.3g}%"
 
     note = ""
     if memory:
@@ -253,7 +253,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         Column("of source", of_source),
     ]
     if len(models) > 1:
-        columns.append(Column("x baseline", against_first))
+        columns.append(Column("cache left", cache_left))
     columns += [
         Column(f"KV at {context:,}", lambda model: size(model["kv_cache"]["bytes_at_context"])),
         Column("batch", "{kv_cache[fits][batch]:,}"),

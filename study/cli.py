@@ -17,6 +17,8 @@ Examples:
   gqa-ablate examples/stdlib-mha --data stdlib:train --heldout stdlib:heldout \\
       --methods mean,refined --kv-heads 1,2,4 --alphas 0,0.01,0.05 -o study
   gqa-ablate -o study --max-loss-increase 0.048
+
+Documentation: docs/ablations.md in the repository
 """
 
 

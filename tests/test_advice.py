@@ -252,7 +252,8 @@ def test_no_command_is_advised_that_the_model_does_not_allow(here: Path) -> None
 
 def examples(program: str) -> list[list[str]]:
     """The words of the examples in --help."""
-    text = str(COMMANDS[program].epilog).partition("Examples:")[2].replace("\\\n", " ")
+    epilog = str(COMMANDS[program].epilog).partition("Documentation:")[0]
+    text = epilog.partition("Examples:")[2].replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.strip().splitlines()]
     launched = [line[line.index("-m") + 1 :] if "-m" in line else line for line in lines]
     return [[words[0].replace("gqa.", "gqa-"), *words[1:]] for words in launched]

@@ -51,7 +51,7 @@ def methods_page() -> str:
     rows = [
         (
             f"`{method.name}`",
-            method.chooses_from,
+            method.reads,
             method.cost,
             method.result,
             method.example_ratio or "not measured",
@@ -206,6 +206,11 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
         run(*words, model, "--tokens", 7),
         "--tokens 7 is less than one block of 256 tokens; pass at least 256",
     )
+    for source in ("self", "self:plain"):
+        check_refused(
+            run(*words, model, "--data", f"{source}:100"),
+            f"{source}:100 is less than one block of 256 tokens; pass {source}:256 or more",
+        )
     done = run(*words, model, "-o", model)
     assert done.code == 0
     assert done.err.startswith(f"warning: the output directory {model} is the model's directory")

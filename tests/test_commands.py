@@ -257,7 +257,7 @@ def option_names(program: str) -> list[str]:
 def help_groups(text: str) -> dict[str, list[str]]:
     """The options that --help lists below each of its headings."""
     groups: dict[str, list[str]] = {}
-    for heading, rows in re.findall(r"^(\w[\w ,-]*):\n((?:  .*\n)+)", text, re.MULTILINE):
+    for heading, rows in re.findall(r"^(\w[\w (),-]*):\n((?:  .*\n)+)", text, re.MULTILINE):
         names = re.findall(r"^  (?:-\w, )?(--[\w-]+)", rows, re.MULTILINE)
         if names:
             groups[heading] = names
@@ -310,8 +310,7 @@ def test_help_shows_the_methods_in_columns() -> None:
     header = re.search(r"^  method +uses +", text, re.MULTILINE)
     assert header
     for name, method in METHODS.items():
-        first_line, _, _ = method.chooses_from.partition(" fixed")  # the cell is wrapped there
-        row = re.search(rf"^  {name} +{re.escape(first_line)} +", text, re.MULTILINE)
+        row = re.search(rf"^  {name} +{method.reads} +", text, re.MULTILINE)
         assert row, name
         assert len(row[0]) == len(header[0])
 
@@ -475,7 +474,11 @@ def test_quiet_is_without_the_bars_of_libraries(
         (RefusedError("no such thing"), 2, "gqa-x: no such thing"),
         (FileNotFoundError(2, "No such file", "m/x.json"), 1, "gqa-x: m/x.json: No such file; "),
         (OutputError("m holds no space"), 1, "gqa-x: m holds no space"),
-        (KeyError("m"), 1, "gqa-x: unexpected KeyError: 'm'; -v shows where, please report it"),
+        (
+            KeyError("m"),
+            1,
+            "gqa-x: unexpected KeyError: 'm'; please report it with the command and what -v prints",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

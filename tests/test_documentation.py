@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
 import tomllib
@@ -49,6 +50,7 @@ from gqa.eval import metrics
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
 PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {*PAGES})
+COMMAND_LINE = ROOT / "docs/command-line.md"
 OPTIONS = {
     "gqa-convert": gqa.ConvertOptions,
     "gqa-uptrain": gqa.TrainOptions,
@@ -139,6 +141,7 @@ OTHERS = {
     "llama-server": "llama.cpp is not on PyPI",
     "llama-quantize": "llama.cpp is not on PyPI",
     "lm_eval": "tests/test_scoring.py runs it",
+    "sh": "tests/test_guide.py runs it",
     "python": "another project's script",
 }
 PYTHON_ELSEWHERE = {
@@ -185,8 +188,11 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             tokenizer.save_pretrained(root / name)
     (root / "stdlib-mha").symlink_to("examples/stdlib-mha")
-    quickstart = root / "examples/stdlib-mha-gqa2-refined"  # which other pages train further
+    # Conversions that other pages than their own train further
+    quickstart = root / "examples/stdlib-mha-gqa2-refined"
     convert_checkpoint(root / "stdlib-mha", 2, quickstart, method="mean")
+    guide = root / "Llama-2-7b-hf-gqa8-refined"
+    convert_checkpoint(root / "Llama-2-7b-hf", 8, guide, method="mean")
     texts = [
         json.loads(line)["text"]
         for line in write_corpus(root / "corpus.jsonl").read_text().splitlines()
@@ -308,6 +314,33 @@ def test_python_of_the_pages_runs(
     threading.setprofile(None)
 
 
+def command_line_page() -> str:
+    """docs/command-line.md with what each command prints for --help, in 100 columns."""
+    page = COMMAND_LINE.read_text(encoding="utf-8")
+    for program in OPTIONS:
+        before, opening, rest = page.partition(f"\n## {program}\n\n```text\n")
+        assert opening, f"the page has no section {program} that begins with a block of text"
+        _, closing, after = rest.partition("```\n")
+        page = before + opening + help_of(program) + closing + after
+    return page
+
+
+def help_of(program: str) -> str:
+    """What a command prints for --help, in a process without the small defaults of these tests."""
+    module = {"gqa-ablate": "gqa.study"}.get(program, program.replace("gqa-", "gqa."))
+    words = [sys.executable, "-m", module, "--help"]
+    environment = os.environ | {"COLUMNS": "100"}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_page_of_options_shows_what_help_prints() -> None:
+    page = COMMAND_LINE.read_text(encoding="utf-8")
+    assert page == command_line_page(), (
+        "docs/command-line.md is not what --help prints; `python tests/test_documentation.py` "
+        "writes it anew"
+    )
+
+
 def test_the_page_of_python_names_what_is_public() -> None:
     text = (ROOT / "docs/api.md").read_text()
     assert [name for name in gqa.__all__ if name not in text and name != "__version__"] == []
@@ -410,3 +443,7 @@ def test_the_image_has_extras_that_are_there() -> None:
     assert {name for group in extras for name in group.split(",")} <= PROJECT[
         "optional-dependencies"
     ].keys()
+
+
+if __name__ == "__main__":
+    COMMAND_LINE.write_text(command_line_page(), encoding="utf-8")

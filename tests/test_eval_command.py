@@ -68,9 +68,9 @@ def test_the_tables() -> None:
     )
     assert memory[1].endswith("KV at 512")
     assert [line.split()[3:6:2] for line in memory[2:]] == [
-        ["6.0", "1"],
-        ["3.0", "0.5"],
-        ["1.5", "0.25"],
+        ["6.0", "100%"],
+        ["3.0", "50%"],
+        ["1.5", "25%"],
     ]
 
 
@@ -114,7 +114,7 @@ def test_one_model_and_the_options_of_its_text() -> None:
     assert "100 tokens of 1 document (" in shown
     assert "KV at 64" in shown
     assert "384.0 KiB" in shown  # 64 tokens of 6 KiB
-    assert not re.search("baseline|speedup", shown)
+    assert not re.search("baseline|cache left|speedup", shown)
     assert [table.splitlines()[0] for table in evaluate_models(f"{line} -q").out.split("\n\n")] == [
         table.splitlines()[0] for table in shown.split("\n\n")
     ]
@@ -465,21 +465,23 @@ def test_an_interruption_prints_what_was_measured_before(
 
 @pytest.mark.parametrize("where", ["head, found to split", "head", "decoding"])
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "code"),
     [
         (
             torch.OutOfMemoryError("CUDA out of memory.\nlines"),
-            "out of memory: CUDA out of memory. lines; use smaller",
+            "out of memory: CUDA out of memory. lines; lower --",
+            2,
         ),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
             "out of memory: DefaultCPUAllocator",
+            2,
         ),
-        (RuntimeError("a kernel failed"), "unexpected RuntimeError: a kernel failed"),
+        (RuntimeError("a kernel failed"), "unexpected RuntimeError: a kernel failed", 1),
     ],
 )
 def test_what_fails_is_not_taken_for_another_kind_of_head(
-    where: str, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+    where: str, error: Exception, message: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever memory ends or a kernel fails; in decoding before anything else is measured."""
     runs = list[int]()
@@ -503,4 +505,9 @@ def test_what_fails_is_not_taken_for_another_kind_of_head(
         monkeypatch.setattr(evaluate, "score", Mock(side_effect=AssertionError))
         line += " --decode"
     result = run(*words(line), program="gqa-eval")
-    result.expect(1, out="", says=message)
+    result.expect(code, out="", says=message)
+    if code == 2:
+        lower = "lower --batch-size (now 3) or --context (now 64)\n"
+        if where == "decoding":
+            lower = "lower --decode-batches or --decode-contexts\n"
+        assert result.err.endswith(lower)

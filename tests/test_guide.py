@@ -1,5 +1,5 @@
-"""docs/guide-7b.md and docs/guide-qwen.md: their commands, planned at the shapes of their models,
-fit the GPU that the guide names.
+"""docs/guide-7b.md, docs/guide-qwen.md and docs/generate-with-vllm.md: their commands, planned at
+the shapes of their models, fit the GPU that the guide names; their sums are those that are printed.
 
 The checkpoints are headers without weights; each command is a page's, with `--dry-run`.
 """
@@ -10,7 +10,9 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from gqa.uptrain.run_length import count_text_blocks
 
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
 QWEN_PAGE = PAGE.with_name("guide-qwen.md")
+VLLM_PAGE = PAGE.with_name("generate-with-vllm.md")
+PAGES = (PAGE, QWEN_PAGE, VLLM_PAGE)
 SUMS = PAGE.with_name("guide-numbers.md")
 GPU = 48 * 10**9  # bytes
 SMALL_GPU = 24 * 10**9
@@ -44,13 +48,16 @@ SAVING = {"--gradient-checkpointing", "--micro-batch 1"}
 
 
 LLAMA = "Llama-2-7b-hf"
+LLAMA_13B = "Llama-2-13b-hf"
 QWEN = "Qwen2.5-7B"
+# The options of the guide's training, without its text.
+GUIDE_RUN = "--tokens 10M --micro-batch 1 --gradient-checkpointing"
 
 
 def commands_of(program: str, model: str = "") -> list[str]:
     """The commands of the pages that start a program, in any environment, for a model."""
-    both_pages = [*commands(PAGE), *commands(QWEN_PAGE)]
-    lines = [words for words in both_pages if Path(words[0]).name == program]
+    every = [words for page in PAGES for words in commands(page)]
+    lines = [words for words in every if Path(words[0]).name == program]
     assert lines, f"the pages have no {program}"
     return [line for line in map(shlex.join, lines) if model in line]
 
@@ -60,19 +67,30 @@ def servers() -> list[str]:
     return [one for one in commands_of("vllm") if shlex.split(one)[1] == "serve"]
 
 
-def llama_config(kv_heads: int) -> LlamaConfig:
-    """The shape and the dtype of the published Llama-2-7b-hf."""
+def llama_config(kv_heads: int, **shape: int) -> LlamaConfig:
+    """The shape and the dtype of the published Llama-2-7b-hf, but for what `shape` says."""
+    shape_7b = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
     return LlamaConfig(
         vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
+        **(shape_7b | shape),
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         dtype="float16",
         architectures=["LlamaForCausalLM"],
     )
+
+
+SHAPE_13B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+}
 
 
 def qwen_config(kv_heads: int) -> Qwen2Config:
@@ -115,11 +133,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (64,) for layer in range(32)
     }
     write_headers(root / LLAMA, llama_config(32), frequencies)
-    write_headers(root / f"{LLAMA}-gqa8-refined", llama_config(8), frequencies, LLAMA)
+    for kv_heads in (8, 16):
+        converted = root / f"{LLAMA}-gqa{kv_heads}-refined"
+        write_headers(converted, llama_config(kv_heads), frequencies, LLAMA)
+    write_headers(root / LLAMA_13B, llama_config(40, **SHAPE_13B), {})
+    converted = root / f"{LLAMA_13B}-gqa8-refined"
+    write_headers(converted, llama_config(8, **SHAPE_13B), {}, LLAMA_13B)
     write_headers(root / QWEN, qwen_config(4), {})
     write_headers(root / f"{QWEN}-gqa2-refined", qwen_config(2), {}, QWEN)
-    # What the script of the page would write with vLLM
-    (root / "generated-0.jsonl").write_text('{"text": "a"}\n')
+    # The reader's own text, and what the script would write with vLLM
+    for name in ("train.jsonl", "generated-0.jsonl"):
+        (root / name).write_text('{"text": "a"}\n')
     return root
 
 
@@ -172,14 +196,13 @@ def advice_on(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> Adv
 def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next command is that of step 5, without its number of tokens."""
+    """The next command is that of step 5, without its text and its number of tokens."""
     line = advice_on(GPU, models, monkeypatch).next_line()
-    (advised,) = re.findall(r"look at the plan first: (gqa-uptrain .*)$", line)
+    (advised,) = re.findall(r"a run that needs less\): (gqa-uptrain .*)$", line)
     (planned,) = (one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" in one)
     words = {word.removeprefix("./") for word in shlex.split(planned)}
-    words -= {"--tokens", "10M", "--data", "generated-*.jsonl"}
+    words -= {"--tokens", "10M", "--data", "train.jsonl"}
     assert set(shlex.split(advised)) == words
-    assert f"\nnext        {line}\n" in PAGE.read_text()
 
 
 def test_the_conversion_ends_with_plain_training_where_that_fits(
@@ -206,9 +229,22 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
     assert above == activations + (4 + 4 + 8 + 2 + 2) * frequencies + (2 + 2) * head
 
 
+def plan_of_training(
+    options: str,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str = f"{LLAMA}-gqa8-refined",
+) -> tuple[float, float]:
+    """GiB that a training needs, without activations and with them."""
+    _, record = dry_run(f"gqa-uptrain ./{model} {options}", models, monkeypatch)
+    memory = record["memory"]
+    return memory / 2**30, (memory + record["activations"]) / 2**30
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        "--train kv --optimizer adafactor",
         "--train kv",
         "--optimizer adafactor",
         "",
@@ -216,16 +252,84 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
         "--train all",
     ],
 )
-def test_the_pages_say_what_other_options_need(
+def test_the_page_of_sums_says_what_a_training_needs(
     options: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = f"{commands_of('gqa-uptrain', LLAMA)[0]} {options}"
-    _, record = dry_run(command, models, monkeypatch)
+    weights, everything = plan_of_training(f"{GUIDE_RUN} {options}", models, monkeypatch)
     row = f"`{options}`" if options else "the default"
-    gib = f"{record['memory'] / 2**30:.1f} GiB"
-    assert f"| {row} | {gib} |" in PAGE.read_text()
     (sums,) = (line for line in SUMS.read_text().splitlines() if line.startswith(f"| {row} |"))
-    assert sums.endswith(f"| {gib} |")
+    assert sums.endswith(f"| {weights:.1f} GiB | {everything:.1f} GiB |")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options"),
+    [
+        ("24 GB", "--train kv"),
+        ("24 GB, if the next row is too much", "--train kv --optimizer adafactor"),
+        ("32 GB", "--optimizer adafactor"),
+        ("48 GB, 80 GB", ""),
+    ],
+)
+def test_the_guide_says_what_to_add_for_a_gpu(
+    gpu: str, options: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8 and with 16 KV heads; what it does not call too much fits."""
+    row = f"`{options}`" if options else "nothing"
+    start = f"| {gpu} | {row} |"
+    (line,) = (line for line in PAGE.read_text().splitlines() if line.startswith(start))
+    smallest = 10**9 * int(re.findall(r"\d+", gpu)[0]) / 2**30
+    cells = line.removeprefix(start).strip("| ").split(" | ")
+    for kv_heads, cell in zip((8, 16), cells, strict=True):
+        model = f"{LLAMA}-gqa{kv_heads}-refined"
+        _, everything = plan_of_training(f"{GUIDE_RUN} {options}", models, monkeypatch, model)
+        fits = "too much" not in cell
+        assert cell.split(":")[0] == f"{everything:.0f} GiB"
+        assert (everything < smallest) == fits
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--tokens 10M", "Without these two, 10M tokens would need about {} GiB"),
+        (f"{GUIDE_RUN} --train all --optimizer adafactor", "fits 80 GB: {} GiB"),
+    ],
+)
+def test_the_guide_says_what_other_trainings_need(
+    options: str, sentence: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, everything = plan_of_training(options, models, monkeypatch)
+    assert sentence.format(f"{everything:.0f}") in one_line(PAGE)
+
+
+def test_longer_blocks_need_more_activations(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, usual = plan_of_training(GUIDE_RUN, models, monkeypatch)
+    _, longer = plan_of_training(f"{GUIDE_RUN} --context 4096", models, monkeypatch)
+    assert f"`gqa-uptrain`, which then needs {longer - usual:.1f} GiB more" in one_line(PAGE)
+
+
+def test_13_billion_parameters_train_on_a_large_gpu(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = f"{LLAMA_13B}-gqa8-refined"
+    _, everything = plan_of_training(GUIDE_RUN, models, monkeypatch, model)
+    assert f"Llama 2 13B with 8 of 40 KV heads needs {everything:.0f} GiB" in one_line(PAGE)
+    assert everything < LARGE_GPU / 2**30
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("neither `--micro-batch 1` nor `--gradient-checkpointing`", ""),
+        ("`--gradient-checkpointing`", "--gradient-checkpointing"),
+        ("`--micro-batch 1`", "--micro-batch 1"),
+        ("both", "--gradient-checkpointing --micro-batch 1"),
+    ],
+)
+def test_the_page_of_sums_says_what_activations_need(
+    row: str, options: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, everything = plan_of_training(f"--tokens 10M {options}", models, monkeypatch)
+    assert f"\n| {row} | {everything - weights:.1f} GiB |\n" in SUMS.read_text()
 
 
 def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +348,8 @@ def test_the_page_shows_what_a_dry_run_prints(
     free = int(FREE_SPACE_SHOWN * 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     lines, _ = dry_run(command, models, monkeypatch)
-    all_shown = [*blocks(PAGE, "text"), *blocks(QWEN_PAGE, "text")]
-    shown = [text for _, text in all_shown if text.splitlines()[0] in lines]
+    all_shown = [text for page in PAGES for _, text in blocks(page, "text")]
+    shown = [text for text in all_shown if text.splitlines()[0] in lines]
     assert len(shown) == 1
     left_out = "..."
     shown_lines = [line for line in shown[0].splitlines() if line != left_out]
@@ -261,13 +365,43 @@ def test_the_result_of_a_step_is_the_input_of_the_next(
     for training in trainings:
         _, record = dry_run(training, models, monkeypatch)
         assert shlex.split(training)[1] == converted
-        results.add(f"./{Path(record['output']).name}")
+        if "-o" not in shlex.split(training):  # that is the longer run
+            results.add(f"./{Path(record['output']).name}")
     assert len(results) == 1, "whatever text it trains on"
     names = {converted} | results
     (measured,) = commands_of("gqa-eval")
     assert names < set(shlex.split(measured))
+    answering = [shlex.split(one)[3] for one in commands_of("sh")]
+    assert {*answering} == {f"./{LLAMA}"} | results
     served = [set(shlex.split(one)) for one in servers()]
     assert [bool(words & results) for words in served] == [False, True], "the base model first"
+
+
+def test_tasks_run_on_each_model_and_cache(tmp_path: Path) -> None:
+    """The page's script, with a program that says how it was called in place of lm_eval."""
+    (script,) = (text for _, text in blocks(PAGE, "sh"))
+    (tmp_path / "tasks.sh").write_text(script)
+    program = tmp_path / ".venv-vllm/bin/lm_eval"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    outputs = set()
+    for line in commands_of("sh"):
+        _, file, name, model, *more = words = shlex.split(line)
+        assert file == "tasks.sh"
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        called = done.stdout.splitlines()
+        given = dict(pairwise(called))
+        outputs.add(given["--output_path"])
+        assert given["--output_path"] == f"tasks-{name}"
+        arguments = dict(one.split("=") for one in given["--model_args"].split(","))
+        assert arguments["pretrained"] == model
+        assert arguments.get("kv_cache_dtype") == ("".join(more).partition("=")[2] or None)
+        served = next(shlex.split(one) for one in servers() if model in shlex.split(one))
+        for option in ("dtype", "max_model_len", "gpu_memory_utilization"):
+            flag = f"--{option.replace('_', '-')}"
+            assert arguments[option] == served[served.index(flag) + 1]
+    assert len(outputs) == len(commands_of("sh"))
 
 
 def test_both_models_are_served_with_the_same_options() -> None:
@@ -275,22 +409,48 @@ def test_both_models_are_served_with_the_same_options() -> None:
     assert base == result
 
 
-def test_the_page_says_how_many_sequences_are_generated_at_once(models: Path) -> None:
-    checkpoint = read_checkpoint(models / LLAMA)
+# GPUs by the bytes that they have for weights and sequences.
+GPUS = {"80 GB": LARGE_GPU, "48 GB (44 GiB)": 44 * 2**30, "24 GB (22 GiB)": 22 * 2**30}
+# Seconds of a decoding step for each layer: of the measured model, 7.1 s for 255 tokens after the
+# first in 24 layers (docs/results.md).
+STEP_OF_A_LAYER = 7.1 / 255 / 24
+
+
+def sequences_at_once(path: Path, tokens: int, dtype: torch.dtype, gpu: int) -> int:
+    """Sequences that `gqa-uptrain` generates at once."""
+    checkpoint = read_checkpoint(path)
+    return sequences_of_model(checkpoint, tokens, dtype, gpu - checkpoint.nbytes)
+
+
+def test_the_page_says_how_long_text_is_generated(models: Path) -> None:
+    """By the number of sequences at once, if a step takes as long for each layer as measured."""
+    rows = {}
+    for gpu, size in GPUS.items():
+        llama = sequences_at_once(models / LLAMA, 2048, torch.float16, size)
+        qwen = sequences_at_once(models / QWEN, 4096, torch.bfloat16, size)
+        hours = [
+            10e6 * STEP_OF_A_LAYER * layers / sequences / 3600
+            for layers, sequences in ((32, llama), (28, qwen))
+        ]
+        rows[gpu] = hours
+        row = f"| {gpu} | {llama} | {hours[0]:.1f} hours | {qwen} | {hours[1]:.1f} hours |"
+        assert row in SUMS.read_text()
+    llama_hours = [hours for hours, _ in rows.values()]
+    shown = "2 hours on 80 GB, 4.5 on 48 GB, 15 on 24 GB"
+    assert llama_hours == pytest.approx([2, 4.5, 15], rel=0.15)
+    assert shown in PAGE.read_text()
+    assert "about half an hour on 80 GB and an hour on 48 GB" in one_line(QWEN_PAGE)
+
+
+def test_the_time_to_generate_is_that_of_the_measured_model_by_its_layers(models: Path) -> None:
+    step = STEP_OF_A_LAYER * 32
     tokens = 2048
-    several = sequences_of_model(checkpoint, tokens, torch.float16, LARGE_GPU - checkpoint.nbytes)
-    assert f"{several} sequences of {tokens:,} tokens" in one_line(SUMS)
-
-
-def test_the_time_to_generate_is_that_of_the_measured_model_by_its_layers() -> None:
-    """7.1 s for 255 tokens after the first in 24 layers (docs/results.md); 32 layers, 46 sequences
-    at once.
-    """
-    step = 7.1 / 255 * 32 / 24
-    several = 46
+    several = sequences_at_once(models / LLAMA, tokens, torch.float16, LARGE_GPU)
     page = one_line(SUMS)
+    assert f"{several} sequences of {tokens:,} tokens" in page
     assert f"32 layers take {1000 * step:.0f} ms" in page
-    assert f"about {round(several / step, -1):,.0f} tokens are generated per second" in page
+    assert f"28 layers, {1000 * STEP_OF_A_LAYER * 28:.0f} ms" in page
+    assert f"about {round(several / step, -1):,.0f} tokens per second" in page
     hours = [tokens * step / several / 3600 for tokens in (10e6, 100e6)]
     assert f"10M tokens take {hours[0]:.1f} hours, and 100M take {hours[1]:.0f}" in page
     in_six_hours = 6 * 3600 * several / step / 1e6
@@ -301,14 +461,15 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the blocks repeat passages of the others; 8,192 tokens are held out."""
-    trainings = (one for one in commands_of("gqa-uptrain") if "--data" in one)
-    (training,) = (one for one in trainings if "--dry-run" not in one)
+    (training,) = (one for one in commands_of("gqa-uptrain") if "generated-*" in one)
     _, record = dry_run(training, models, monkeypatch)
     block = 2048
     blocks_of_run = record["steps"] * record["tokens_per_step"] // block
     needed = count_text_blocks(blocks_of_run) * block + 8192
-    scripts = "\n".join(text for _, text in blocks(PAGE, "python"))
-    (written,) = re.findall(r"^TOKENS = ([\d_]+)$", scripts, re.MULTILINE)
+    scripts = [text for _, text in blocks(VLLM_PAGE, "python")]
+    for script in scripts:
+        compile(script, VLLM_PAGE, "exec")
+    (written,) = re.findall(r"^TOKENS = ([\d_]+)$", "\n".join(scripts), re.MULTILINE)
     assert needed < int(written) < 1.2 * needed
 
 
@@ -333,3 +494,20 @@ def test_the_quick_start_trains_by_the_plan_of_the_guide() -> None:
     training = [line for line in lines if line.startswith("gqa-uptrain") and "--dry" not in line]
     assert training
     assert set(training) <= set(commands_of("gqa-uptrain"))
+
+
+def test_the_page_shows_the_memory_of_its_models(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table that the measurement of step 6 ends with, of headers."""
+    (measured,) = commands_of("gqa-eval")
+    _, *words = shlex.split(measured)
+    without_text = words[: words.index("--data")]
+    context, memory = (words[words.index(one) + 1] for one in ("--context", "--memory"))
+    monkeypatch.chdir(models)
+    write_headers(models / without_text[-1], llama_config(8), {}, LLAMA)
+    done = run(*without_text, "--context", context, "--memory", memory, program="gqa-eval")
+    shutil.rmtree(without_text[-1])  # the other tests write it
+    assert done.code == 0, done.err
+    (shown,) = (text for _, text in blocks(PAGE, "text") if text.startswith("Memory\n"))
+    assert shown in done.out

@@ -15,14 +15,12 @@ from gqa.eval.scoring import ARRAYS, BASELINE, COMPARISONS, Scores, Window
 from gqa.eval.text import Text, make_text
 
 PAGE = ROOT / "docs/evaluating.md"
-METRICS_HEADER = (
-    "| metric | what it is | unit | better | option | `results.json` | `results.jsonl` |\n"
-    "|---|---|---|---|---|---|---|\n"
+METRICS_HEADER = "| column | what it is | better |\n|---|---|---|\n"
+NAMES_HEADER = (
+    "| number | formula | unit | `results.json` of `gqa-eval` | `results.jsonl` of `gqa-ablate` |\n"
+    "|---|---|---|---|---|\n"
 )
-RECALL_HEADER = (
-    "| kind of recall | what the model reads | what is scored | name in `results.jsonl` |\n"
-    "|---|---|---|---|\n"
-)
+RECALL_HEADER = "| kind of recall | what the model reads | what is scored |\n|---|---|---|\n"
 
 
 def code(names: Iterable[str]) -> str:
@@ -30,29 +28,38 @@ def code(names: Iterable[str]) -> str:
 
 
 def metric_rows() -> Iterator[tuple[str, ...]]:
-    """Cells of the table of metrics."""
+    """Cells of the table of the columns that gqa-eval shows."""
+    for metric in METRICS:
+        if metric.columns:
+            names = ", ".join(column.title for column in metric.columns)
+            yield names, metric.in_words or metric.meaning, metric.better
+
+
+def name_rows() -> Iterator[tuple[str, ...]]:
+    """Cells of the table of names in JSON files."""
     for metric in METRICS:
         yield (
             metric.title,
             metric.meaning,
             metric.unit,
-            metric.better,
-            "`--kl`" if metric.needs_both_models else "`--data`",
             f"`{metric.section}`: {code(metric.keys)}",
             code(number.key for number in metric.row),
         )
+    kinds = code(kind.row_key for kind in RECALL_KINDS)
+    yield "recall", "right answers / answers", "share", "`recall`: `accuracy`", kinds
 
 
 def recall_rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table of questions about the context."""
     for kind in RECALL_KINDS:
-        yield code([kind.name]), kind.question, kind.counted, code([kind.row_key])
+        yield code([kind.name]), kind.question, kind.counted
 
 
 def evaluating_page() -> str:
-    """docs/evaluating.md with its tables of metrics and of questions written anew."""
+    """docs/evaluating.md with its tables of metrics, names and questions written anew."""
     page = PAGE.read_text(encoding="utf-8")
     page = with_table(page, METRICS_HEADER, metric_rows())
+    page = with_table(page, NAMES_HEADER, name_rows())
     return with_table(page, RECALL_HEADER, recall_rows())
 
 

@@ -157,11 +157,11 @@ def test_heldout_text_in_other_documents_is_not_trained_on(
     loader = opened(tokenizer, **case | {"data": (case["data"],)})
     assert shared(loader, tokenizer) == 0
     if case.get("streaming"):
-        assert "without passages of the held-out text" in loader.summary
+        assert "without passages of the validation text" in loader.summary
     else:
         assert loader.overlap
         assert loader.overlap.share > 0.7
-        assert "of the held-out text is also in" in str(loader.overlap)
+        assert "of the validation text is also in" in str(loader.overlap)
 
     # The control: without the search the same text is trained on.
     # Neither rows nor passages are searched
@@ -227,8 +227,8 @@ def test_chats_that_share_little_with_heldout_text_are_said_to_be_trained_on_who
     assert (overlap.documents, overlap.share) == (0, 0.0)
     assert overlap.kept_whole == 20
     assert str(overlap) == (
-        "nothing; trained on whole: 20 documents with little of the held-out text, less than half "
-        "of each"
+        "nothing; trained on whole: 20 documents with little of the validation text, less than "
+        "half of each"
     )
 
 
@@ -243,9 +243,9 @@ def test_chats_that_are_trained_on_whole_are_encoded_once(
 
 def test_documents_that_are_cut_are_told_from_those_that_are_trained_on_whole() -> None:
     assert str(Overlap(1, 0.25, kept_whole=2)) == (
-        "25% of the held-out text is also in 1 other document of the data, and is not trained on "
-        "there; trained on whole: 2 documents with little of the held-out text, less than half of "
-        "each"
+        "25% of the validation text is also in 1 other document of the data, and is not trained on "
+        "there; trained on whole: 2 documents with little of the validation text, less than half "
+        "of each"
     )
 
 

@@ -59,7 +59,7 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (
-        "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: step "
+        "validation  KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: step "
         "4)" in said
     )
     assert "cross-entropy 8.3000 -> 8.7000 nats per token (not what the step is chosen by)" in said
@@ -76,7 +76,7 @@ def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
     assert "the weights with the lowest cross-entropy on them are written" in said
     before, after = (record["losses"][f"heldout_{when}"] for when in ("before", "after"))
     assert (
-        f"held out    cross-entropy {before:.4f} -> {after:.4f} nats per token (lowest: step"
+        f"validation  cross-entropy {before:.4f} -> {after:.4f} nats per token (lowest: step"
         in said
     )
     assert "divergence" not in said + card

@@ -77,9 +77,9 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "steps",
         "optimizer",
         "precision",
-        "held out",
+        "validation",
         "output",
-        "held out",
+        "validation",
         "written",
         "next",
     ]
@@ -91,10 +91,10 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert re.fullmatch(
         rf"training: {len(steps)} of {len(steps)} steps, \S+ elapsed, about 00:00 left, "
         r"cross-entropy \S+, kl \S+, "
-        r"lowest held-out kl \S+, \S+ tok/s",
+        r"lowest validation kl \S+, \S+ tok/s",
         status,
     )
-    assert "held-out " in next(
+    assert "validation " in next(
         line for line in done.err.splitlines() if line.startswith("training: 1 of")
     )
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
@@ -185,16 +185,19 @@ def refusals(place: Path, root: Path) -> Refusals:
     return [
         (
             {"data": small},
-            "tokens, less than one block of 64; pass more data, or a smaller --context",
+            "tokens, less than one block of 64; pass more data, or lower --context",
         ),
-        (alpha | {"batch_size": 999}, "less than one batch of 999; pass more"),
-        (alpha | {"alpha": 1e-4}, "less than one block of 64; pass more, or a smaller --context"),
+        (
+            alpha | {"batch_size": 999},
+            "less than one batch of 999; pass more data, or lower --batch-size",
+        ),
+        (alpha | {"alpha": 1e-4}, "less than one block of 64; raise --alpha, or lower --context"),
         ({"data": empty}, "holds no text: it is empty or blank"),
-        ({"heldout": place / "data.jsonl"}, "all documents are held out"),
-        ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
+        ({"heldout": place / "data.jsonl"}, "all documents are validation text"),
+        ({"heldout": small}, "the validation text has less than one block of 64 tokens"),
         (
             {"heldout_fraction": 1e-6},
-            "--heldout-fraction 1e-06 holds out no document; pass a larger fraction, or more data",
+            "--heldout-fraction 1e-06 holds out no document; raise it, or pass more data",
         ),
         (
             {"model": packed},
@@ -293,8 +296,9 @@ CPU = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
 )
 TRAINING = (
-    "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or "
-    "pass --gradient-checkpointing"
+    "out of memory while training on cpu (--micro-batch 2, --context 64); pass "
+    "--gradient-checkpointing, --optimizer adafactor or --train kv, or lower --micro-batch or "
+    "--context"
 )
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.accelerator.Accelerator": (GPU, "out of memory: ", 1),
@@ -318,6 +322,26 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function
     done = command(tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1)
     check_refused(done, says, code=code)
     assert not (tmp_path / "out").exists()
+
+
+def test_out_of_memory_names_no_option_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise GPU
+
+    monkeypatch.setattr("gqa.uptrain.training_model.next_token_loss", fail)
+    done = command(
+        tmp_path / "out",
+        steps=1,
+        batch_size=4,
+        micro_batch=1,
+        train="kv",
+        optimizer="adafactor",
+        gradient_checkpointing=True,
+    )
+    says = "out of memory while training on cpu (--micro-batch 1, --context 64); lower --context\n"
+    check_refused(done, says, code=2)
 
 
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

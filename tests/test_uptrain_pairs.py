@@ -292,7 +292,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "t5",
         PAIRS | {"alpha": 0.001, "steps": None},
-        "--alpha 0.001 is less than one pair; pass more\n",
+        "--alpha 0.001 is less than one pair; raise it\n",
     ),
     (
         "t5",

@@ -29,7 +29,7 @@ from gqa.uptrain.options import TrainOptions
 __all__ = ["CARD", "trained_card"]
 
 Record = Mapping[str, Any]
-# Held-out losses, by their name in the record.
+# Losses on validation text, by their name in the record.
 _MEASURES = {
     "distillation": "KL divergence from the teacher",
     "heldout": "cross-entropy",
@@ -157,7 +157,8 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     if losses["heldout_before"] is not None and not losses["best_step"]:
         measure = _MEASURES[losses["chosen_by"]]
         text += (
-            f" No step of the training lowered the held-out {measure}: the weights are unchanged."
+            f" No step of the training lowered the {measure} on validation text: the weights are "
+            "unchanged."
         )
     return text
 
@@ -215,12 +216,12 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
     if rows:
         chosen = _MEASURES[losses["chosen_by"]]
         parts = [
-            "On held-out text, in nats per token:",
+            "On validation text, in nats per token:",
             table([("", "before training", "after training"), *rows]),
             f"The weights are those of the step with the lowest {chosen}.",
         ]
     else:
-        parts = ["No text was held out, so it was not measured what the training gained."]
+        parts = ["There was no validation text, so it was not measured what the training gained."]
 
     measured = conversion.quality()
     if measured:

@@ -21,6 +21,8 @@ Examples:
       --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B
   accelerate launch -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
       --data train.jsonl
+
+Documentation: docs/uptraining.md in the repository
 """
 
 
@@ -29,8 +31,8 @@ def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     By default MODEL is distilled from its base model, on text that the base model generates. The
-    weights with the lowest held-out loss are written. This loss is the KL divergence from the
-    teacher, or the cross-entropy without a teacher. If no step lowers it, MODEL is written
+    weights with the lowest loss on validation text are written. This loss is the KL divergence
+    from the teacher, or the cross-entropy without a teacher. If no step lowers it, MODEL is written
     unchanged. The same command continues a run that was stopped.
 
     For several processes, use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.

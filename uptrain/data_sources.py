@@ -50,7 +50,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     parts_with_text = [part for part in parts if next(part.rows_if_any(), None)]
     if not parts_with_text:
         raise RefusedError(
-            f"--heldout-fraction {options.heldout_fraction:g} holds out no document; pass a "
-            "larger fraction, or more data"
+            f"--heldout-fraction {options.heldout_fraction:g} holds out no document; raise it, or "
+            "pass more data"
         )
     return parts_with_text

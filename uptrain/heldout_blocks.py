@@ -46,8 +46,8 @@ def blocks_of_named_text(
     all_blocks = Blocks(text, np.arange(len(text)), options.block_size)
     if not len(all_blocks):
         raise RefusedError(
-            f"the held-out text has less than one block of {options.block_size} tokens; pass more "
-            "text with --heldout, or a smaller --context"
+            f"the validation text has less than one block of {options.block_size} tokens; pass "
+            "more text with --heldout, or lower --context"
         )
     count = min(most_measured_blocks(options), len(all_blocks))
     # Evenly spaced first, then the others in order: some may have no target
@@ -59,8 +59,8 @@ def blocks_of_named_text(
     blocks = list(islice(with_targets, count))
     if not blocks:
         raise RefusedError(
-            "no block of the held-out text has a token that counts in the loss; pass other text "
-            "with --heldout, or a larger --context"
+            "no block of the validation text has a token that counts in the loss; pass other text "
+            "with --heldout, or raise --context"
         )
     return heldout, blocks
 

@@ -70,8 +70,8 @@ class Log:
         else:
             reason = f"not lower than at step {progress.best_step:,}; the run goes on from there,"
         self._watcher.note(
-            f"step {progress.step:,}: the held-out loss is {reason} at 1/{divisor} of the learning "
-            "rate"
+            f"step {progress.step:,}: the loss on validation text is {reason} at 1/{divisor} of "
+            "the learning rate"
         )
 
     def _append(self, line: str) -> None:
@@ -95,7 +95,7 @@ class Log:
             losses["kl"] = numbers["kl"]
         if progress.lowest_heldout:
             name = self._objective.replace("_", "-")
-            losses[f"lowest held-out {name}"] = progress.lowest_heldout[self._objective]
+            losses[f"lowest validation {name}"] = progress.lowest_heldout[self._objective]
         return losses
 
 

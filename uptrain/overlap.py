@@ -58,15 +58,15 @@ class Overlap:
         if self.documents:
             documents = plural(self.documents, "other document")
             text = (
-                f"{self.share:.0%} of the held-out text is also in {documents} of the data, and is "
-                "not trained on there"
+                f"{self.share:.0%} of the validation text is also in {documents} of the data, and "
+                "is not trained on there"
             )
         if not self.whole:
-            text += " (of the beginning of the held-out text, which is large)"
+            text += " (of the beginning of the validation text, which is large)"
         if self.kept_whole:
             text += (
                 f"; trained on whole: {plural(self.kept_whole, 'document')} with little of the "
-                "held-out text, less than half of each"
+                "validation text, less than half of each"
             )
         return text
 

@@ -14,7 +14,14 @@ from gqa.checkpoint.hub import error_chain
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import from_main, on_main, out_of_memory
-from gqa.core.errors import NoMemoryError, OutputError, RefusedError, UnfinishedError, explain
+from gqa.core.errors import (
+    NoMemoryError,
+    OutputError,
+    RefusedError,
+    UnfinishedError,
+    alternatives,
+    explain,
+)
 from gqa.uptrain.export import (
     ReadTensor,
     changed_tensors,
@@ -139,18 +146,34 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
 
 
 def _no_memory(setup: Setup) -> Exception:
-    """The error of a run whose device has too little memory: what needs less, and what is saved."""
-    advice = (
-        f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-        f"{setup.micro_batch}) or --context (now {setup.options.block_size}), or pass "
-        "--gradient-checkpointing, --train kv or --optimizer adafactor"
+    """The error of a run whose device has too little memory: which options are left that need
+    less, and what is saved.
+    """
+    options = setup.options
+    to_lower = ["--context"]
+    to_pass = []
+    if setup.micro_batch > 1:
+        to_lower.insert(0, "--micro-batch")
+    if not options.gradient_checkpointing:
+        to_pass.append("--gradient-checkpointing")
+    if options.optimizer != "adafactor" and not setup.accelerator.is_fsdp2:
+        to_pass.append("--optimizer adafactor")
+    if options.scope != "kv":
+        to_pass.append("--train kv")
+
+    advice = f"lower {alternatives(to_lower)}"
+    if to_pass:
+        advice = f"pass {alternatives(to_pass)}, or {advice}"
+    error = (
+        f"out of memory while training on {setup.accelerator.device} (--micro-batch "
+        f"{setup.micro_batch}, --context {options.block_size}); {advice}"
     )
     if setup.states.step_directories():
         return UnfinishedError(
-            f"{advice}. {setup.states.what_is_left()}, also with another --micro-batch and "
-            "--gradient-checkpointing"
+            f"{error}. {setup.states.what_is_left()}, also with another --micro-batch and "
+            "--gradient-checkpointing; other options need --overwrite and start over"
         )
-    return NoMemoryError(advice)
+    return NoMemoryError(error)
 
 
 def _is_of_compiler(error: BaseException) -> bool:

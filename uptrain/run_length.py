@@ -157,13 +157,13 @@ def _require_a_block(options: TrainOptions, data_tokens: int) -> None:
     """Raise CorpusError if the data has less than one block."""
     if not data_tokens:
         raise CorpusError(
-            "all documents are held out and none is left to train on; hold out other or fewer "
-            "documents"
+            "all documents are validation text, and none is left to train on; pass other text with "
+            "--heldout, or lower --heldout-fraction"
         )
     if data_tokens < options.block_size:
         raise CorpusError(
             f"the data has {data_tokens} tokens, less than one block of {options.block_size}; pass "
-            "more data, or a smaller --context"
+            "more data, or lower --context"
         )
 
 
@@ -174,18 +174,20 @@ def _wanted_tokens(options: TrainOptions, data_tokens: int) -> int:
     """
     alpha = options.alpha
     tokens = options.tokens or data_tokens
+    option = "--tokens"
     length = f"--tokens is {tokens}"
     if alpha is not None:
         # Decimal: 0.29 of 100 is 29, not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
+        option = "--alpha"
         length = f"--alpha {alpha:g} is {tokens} tokens"
     if tokens >= options.block_size:
         return tokens
 
     if options.target_column:  # --tokens is one pair at least
-        raise CorpusError(f"--alpha {alpha:g} is less than one pair; pass more")
+        raise CorpusError(f"--alpha {alpha:g} is less than one pair; raise it")
     raise CorpusError(
-        f"{length}, less than one block of {options.block_size}; pass more, or a smaller --context"
+        f"{length}, less than one block of {options.block_size}; raise {option}, or lower --context"
     )
 
 
@@ -226,5 +228,6 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     too_few = f"only {n_blocks} {unit}, less than one batch of {options.batch_size}"
     if options.lengths:
         (length,) = options.lengths
-        raise RefusedError(f"{length} makes {too_few}; pass more, or a smaller --batch-size")
-    raise RefusedError(f"the data has {too_few}; pass more data, or a smaller --batch-size")
+        more = "pass more data" if options.alpha == 1 else f"raise {length}"
+        raise RefusedError(f"{length} makes {too_few}; {more}, or lower --batch-size")
+    raise RefusedError(f"the data has {too_few}; pass more data, or lower --batch-size")

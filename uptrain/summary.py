@@ -18,7 +18,7 @@ from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.training_time import TrainingTime
 
-# The two held-out losses, in words.
+# The two losses on validation text, in words.
 KL_DIVERGENCE = "KL divergence"
 CROSS_ENTROPY = "cross-entropy"
 
@@ -193,24 +193,23 @@ def _peak_rate(options: TrainOptions) -> str:
 
 
 def _heldout_line(setup: Setup) -> str:
-    """The line of a plan that says what is held out, and by which measure the best weights are
-    chosen.
+    """The line of a plan that says what the validation text is, and by which measure the best
+    weights are chosen.
     """
     if not setup.dataloader.heldout_blocks:
         return (
-            "held out    nothing (a stream or short data): the last weights are written; "
-            "see --heldout"
+            "validation  none (a stream or short data): the last weights are written; see --heldout"
         )
     tokens = setup.dataloader.heldout_tokens
     return (
-        f"held out    {tokens:,} tokens; the weights with the lowest {_measure(setup.options)} "
+        f"validation  {tokens:,} tokens; the weights with the lowest {_measure(setup.options)} "
         "on them are written"
     )
 
 
 def _measure(options: TrainOptions) -> str:
-    """The held-out loss by which the best step is chosen, in words: it is the loss that training
-    minimizes.
+    """The loss on validation text by which the best step is chosen, in words: it is the loss that
+    training minimizes.
     """
     return f"{KL_DIVERGENCE} from the teacher" if options.distills else CROSS_ENTROPY
 
@@ -226,7 +225,7 @@ def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
 
 
 def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
-    """The held-out losses before and after; empty if nothing is held out."""
+    """The losses on validation text before and after; empty if there is none."""
     before = progress.first_heldout
     after = progress.lowest_heldout
     if not (before and after):
@@ -235,7 +234,7 @@ def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
     measure = _measure(run.options)
     chosen = run.options.objective
     lines = [
-        f"held out    {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "
+        f"validation  {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "
         f"nats per token (lowest: step {progress.best_step:,})"
     ]
     if run.options.distills:

@@ -118,7 +118,7 @@ class TextDataBuilder:
         )
         summary = f"a stream of {blocks}"
         if heldout_blocks:
-            summary += ", without passages of the held-out text"
+            summary += ", without passages of the validation text"
         contents = file_digests(source.files)
         fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
         return Dataloader(

@@ -171,7 +171,8 @@ class CalibrationText:
         for source in others:
             stated_tokens = _stated_tokens(source)
             if stated_tokens is not None and stated_tokens < self.length:
-                raise RefusedError(f"{source} is {block}; pass more")
+                name = "self:plain" if parse_self(source)[1] else "self"
+                raise RefusedError(f"{source} is {block}; pass {name}:{self.length} or more")
             shares.append((source, each if stated_tokens is None else stated_tokens))
         if general_tokens:
             shares.append((GENERAL, general_tokens))

@@ -18,8 +18,8 @@ class Aligned(WeightsMethod):
     """Shared keys and values in closed form, on estimated moments of keys, queries and values."""
 
     name = "aligned"
-    cost = "seconds; for a 7B model minutes"
-    result = "merged in closed form, from the weights"
+    cost = "seconds; for 7B minutes"
+    result = "merged in closed form"
     example_ratio = "x1.99"
     needs = frozenset({"symmetry", "inputs"})
 

@@ -60,13 +60,6 @@ class Method:
         """
         return self.reads != "nothing"
 
-    @property
-    def chooses_from(self) -> str:
-        """What it chooses the merge from, in words, for tables of methods."""
-        if not self.computes_maps:
-            return "nothing (a fixed rule)"
-        return self.reads
-
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:

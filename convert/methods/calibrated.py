@@ -18,8 +18,8 @@ class Calibrated(TextMethod):
     """
 
     name = "calibrated"
-    cost = "four forward passes over the text"
-    result = "merged in closed form on text"
+    cost = "4 forward passes over the text"
+    result = "merged in closed form, on text"
     example_ratio = "x1.16"
 
     def fit(self, task: FitTask) -> FittedModule:

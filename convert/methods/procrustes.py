@@ -15,8 +15,8 @@ class Procrustes(WeightsMethod):
     """Rotate heads onto each other and average them."""
 
     name = "procrustes"
-    cost = "seconds; for a 7B model minutes"
-    result = "rotated onto each other, then averaged"
+    cost = "seconds; for 7B minutes"
+    result = "rotated onto each other, averaged"
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         from gqa.convert.merge.moments import head_maps

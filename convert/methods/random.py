@@ -31,10 +31,6 @@ class Random(Method):
     settings = frozenset({"seed"})
     is_control = True
 
-    @property
-    def chooses_from(self) -> str:
-        return "nothing"
-
     def merge_without_maps(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
         if not change.rule.projection:
             return super().merge_without_maps(change, config, seed)

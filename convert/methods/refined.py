@@ -22,10 +22,7 @@ class Refined(TextMethod):
     """The closed form, then training; from the mean where heads cannot be aligned."""
 
     name = "refined"
-    cost = (
-        "four forward passes over the text, then 200 steps a layer: 2 to 4 times as long as "
-        "calibrated (measured up to 1.3B parameters; --dry-run estimates it for any model)"
-    )
+    cost = "2 to 4 times as long as calibrated; more for large models on a CPU"
     result = "merged in closed form, then adjusted layer by layer"
     example_ratio = "x1.11"
     settings = TextMethod.settings | {"training"}
