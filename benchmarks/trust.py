@@ -18,12 +18,13 @@ Columns: bytes of the cache; perplexity ratio on each --text with its 95% interv
 --recall-context; tokens until a greedy text leaves the base model's; exact answers to closed
 questions, as transformers' generate() writes them; time of a decode step at batch 8.
 
-Each row is appended to DIR/MODEL.jsonl: the same command continues. The table is printed, and
-written to DIR/MODEL.md.
+Each row is appended to DIR/MODEL-*.jsonl, a file for each choice of texts, windows and precision:
+the same command continues. The table is printed, and written to DIR/MODEL.md.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import statistics
@@ -44,6 +45,7 @@ from gqa.convert.generate.sampling import sample_sequences
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison
+from gqa.eval.metrics import recall_by_kind
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import greedy_texts
 from gqa.eval.subjects import open_subjects
@@ -324,21 +326,21 @@ class Trial:
                 ratios.append((compared["ratio"], compared["ratio_low"], compared["ratio_high"]))
             divergence = records[0]["against_baseline"]["kl"]["mean"]
 
-        share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
+        # All models are run, so they cache, in the same dtype, whatever they are stored in.
+        whole = self.base.cache
+        cache = replace(subject.cache, bytes_per_number=whole.bytes_per_number)
+        share = cache.bytes_per_token / whole.bytes_per_token
         if method == "no attention":
             layers = self.base.config.num_hidden_layers
             heads = self.base.config.num_key_value_heads
             share = layers * groups // heads / layers
 
-        recall = defaultdict[str, list[float]](list)
-        for part in records[0]["recall"]:
-            recall[part["kind"]].append(part["accuracy"])
         row = {
             "bytes": share,
             "perplexity": [record["quality"]["token_perplexity"] for record in records],
             "ratios": ratios,
             "kl": divergence,
-            "recall": {kind: statistics.mean(shares) for kind, shares in recall.items()},
+            "recall": recall_by_kind(records[0]),
             "greedy": records[0]["greedy"]["tokens"],
             "exact": exact_answers(subject.load(self.options.precision), self.base.tokenizer),
         }
@@ -410,7 +412,11 @@ def main(
         texts = ("stdlib:heldout", str(code_of_click))
 
     trial = Trial(out, model, texts, **options)
-    rows = Measurements(out / f"{trial.base.name}.jsonl")
+    # Rows of other texts, windows or questions are of another table.
+    asked_of_all = [COUNT, *map(Path, texts), options["tokens"], options["context"]]
+    asked_of_all += [options["recall_context"], options["precision"]]
+    table_id = hashlib.sha256(repr(asked_of_all).encode()).hexdigest()[:8]
+    rows = Measurements(out / f"{trial.base.name}-{table_id}.jsonl")
     for name, *parts in trial.rows():
         asked = not only or any(part in name for part in only)
         if asked or name == "base model":

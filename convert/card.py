@@ -21,6 +21,7 @@ from gqa.convert.summary import (
 )
 from gqa.convert.verdict import MEANINGS, Level
 from gqa.core.escape import code_span, markdown
+from gqa.core.options import is_default_flag
 from gqa.models.card import (
     format_card,
     hub_metadata,
@@ -202,10 +203,16 @@ def _quality(maps: StoredMaps | None) -> str:
 
 
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that the method used, but for those which do not change the result."""
-    options: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method.name}
-    used = options_of(plan.method)
-    for name, field in ConvertOptions.__dataclass_fields__.items():
-        if name in used and field.metadata["repeated"]:
-            options[name] = request["options"][name]
+    """The options that made the result what it is: those of the method, and the stored dtype.
+
+    Whether quality is checked belongs to them: the check takes a part of the generated text.
+    """
+    options: dict[str, Any] = {"kv_heads": plan.kv_heads}
+    if plan.method.merges:
+        options["method"] = plan.method.name
+    used = {"dtype", *options_of(plan.method)}
+    for name in ConvertOptions.__dataclass_fields__:
+        value = request["options"].get(name)
+        if name in used and not is_default_flag(ConvertOptions, name, value):
+            options[name] = value
     return options

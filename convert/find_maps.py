@@ -70,9 +70,10 @@ def with_maps(
         with method_errors(method, options, f"use --method {alternatives(usable)}"):
             quality = method.find_maps(plan, layers, options, watcher)
     except BaseException as error:
-        # A refusal will come again, so what this run made goes; layers of an earlier run stay.
-        may_come_again = not isinstance(error, NoMemoryError)
-        if isinstance(error, RefusedError) and may_come_again and not is_continued:
+        # What is refused once is refused again, so what this run made goes; layers of an earlier
+        # run stay. Memory may be there another time.
+        comes_again = isinstance(error, RefusedError) and not isinstance(error, NoMemoryError)
+        if comes_again and not is_continued:
             layers.remove()
         else:
             layers.remove_unless_continuable()

@@ -113,6 +113,11 @@ def field_of(options_class: type, name: str) -> Field[Any]:
     return cast("Field[Any]", options_class.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
+def is_default_flag(options_class: type, name: str, value: Any) -> bool:
+    """Whether the value is that of a flag which was not given."""
+    return isinstance(value, bool) and value == field_of(options_class, name).default
+
+
 # Types of fields -> click types.
 _USUAL_TYPES: dict[Any, click.ParamType[Any]] = {
     bool: _FLAG,

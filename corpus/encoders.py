@@ -254,11 +254,11 @@ class ChatEncoder:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            with_turn = self._render(messages[: number + 1])["text"]
             if number == 0:
-                prompt = self._first_prompt(message)
+                prompt = self._first_prompt(message, with_turn)
             else:
                 prompt = self._render(messages[:number], add_generation_prompt=True)["text"]
-            with_turn = self._render(messages[: number + 1])["text"]
             if not with_turn.startswith(prompt) or not text.startswith(with_turn):
                 raise RefusedError(
                     f"the chat template of {self.name} writes message {number + 1} of a chat in "
@@ -268,19 +268,27 @@ class ChatEncoder:
                 )
             yield len(prompt), self._end_of_turn(with_turn)
 
-    def _first_prompt(self, message: Message) -> str:
+    def _first_prompt(self, message: Message, with_turn: str) -> str:
         """What the template writes before the first message of a chat, if the assistant writes it.
 
         Raises CorpusError for a template that needs a message, as those that read the first one
-        outside of their loop.
+        outside of their loop; and for one that begins a chat in another way than a chat without
+        messages, as those that write a system prompt in their loop.
+
+        Args:
+            message: The first message.
+            with_turn: The chat of this message alone, as the template writes it.
         """
         answer = self._renderer.render([], MAX_CHARACTERS, add_generation_prompt=True)
-        if "text" in answer:
-            text: str = answer["text"]
-            return text
+        if "text" not in answer:
+            reason = explain(ValueError(answer.get("raised", answer.get("error"))))
+        elif not with_turn.startswith(answer["text"]):
+            reason = "a chat begins in another way"
+        else:
+            prompt: str = answer["text"]
+            return prompt
 
         beginning = _beginning_of(message)
-        reason = explain(ValueError(answer.get("raised", answer.get("error"))))
         raise CorpusError(
             f"a chat begins with the assistant ({beginning!r}), and the chat template of "
             f"{self.name} writes no prompt before it ({reason}); add {{% generation %}} marks to "

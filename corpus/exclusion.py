@@ -11,6 +11,9 @@ from gqa.corpus.rows import is_divisible, row_digest, searched_text
 if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
     from gqa.corpus.passages import Passages
 
+# Part of the name of what is stored of a search for held-out text. Raise it if passages are found,
+# or left out, in another way, so that nothing older is used.
+SEARCH_VERSION = 1
 # A pair or a chat is left out if at least this share of its letters is in held-out passages
 _WHOLE_SHARE = 0.5
 
@@ -34,7 +37,7 @@ class Exclusion:
     def identity(self) -> str:
         """What determines which parts are left out: hashes of the held-out text and documents."""
         left_to_reader = hashlib.sha256(b"".join(sorted(self.left_to_reader))).hexdigest()
-        return f"{self.passages.identity} {left_to_reader}"
+        return f"{SEARCH_VERSION} {self.passages.identity} {left_to_reader}"
 
     def remainder(self, row: tuple[str, ...]) -> list[tuple[str, ...]]:
         """What is left of a document: the document itself, pieces of a text that are documents of

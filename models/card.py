@@ -277,14 +277,10 @@ def making_of(tool: str, argv: Sequence[str], options: Mapping[str, Any], record
     Args:
         tool: The command.
         argv: Its arguments; none of a call from Python.
-        options: Its options by name.
+        options: Its options by name; those that are None or empty are left out.
         record: Name of the file that has them all.
     """
-    set_options = {
-        name: value
-        for name, value in options.items()
-        if value is not False and value not in (None, [], ())
-    }
+    set_options = {name: value for name, value in options.items() if value not in (None, [], ())}
     shown = ", ".join(code_span(f"{name}={value!r}") for name, value in set_options.items())
     packages = ", ".join(f"{name} {version(name)}" for name in ("gqa", "torch", "transformers"))
 

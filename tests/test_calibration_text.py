@@ -246,6 +246,7 @@ def test_short_text_of_which_some_is_held_out_is_told_as_too_short(tmp_path: Pat
     assert len(held_out) == 10
     (warning,) = recorder.warnings
     assert f"has only {len(found):,} of the {n_blocks:,} blocks" in warning
+    assert "besides 10 blocks that measure the quality" in warning
 
 
 def test_held_out_blocks_of_one_source_do_not_hide_that_another_is_short(tmp_path: Path) -> None:

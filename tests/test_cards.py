@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from support.checkpoints import edit_json, run
 from support.training import fresh_accelerator, options_for, tiny_checkpoint, trained, write_corpus
 
+import gqa
 from gqa.models.card import BASE_CARD, demote_headings
 from gqa.uptrain.card import training_text
 
@@ -175,6 +176,17 @@ def test_the_card_of_a_conversion_says_what_it_cost(converted: Path) -> None:
     for name in ("torch", "transformers"):
         assert f"{name} {record['versions'][name]}" in text
     assert "## Limits" in text
+
+
+def test_the_card_of_a_conversion_lists_what_made_the_result(place: Path, tmp_path: Path) -> None:
+    """Without the check, another part of the text calibrates."""
+    text = {"data": [str(place / "text.jsonl")], "tokens": 512, "context": 16}
+    unchecked = gqa.convert_model(
+        place / "llama", kv_heads=2, output=tmp_path / "small", check=False, quiet=True, **text
+    )
+    assert "`check=False`" in ours(unchecked.path)
+    kept = gqa.convert_model(place / "llama", kv_heads=4, output=tmp_path / "same", quiet=True)
+    assert "`method=" not in ours(kept.path)
 
 
 def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: Path) -> None:

@@ -139,6 +139,20 @@ def test_a_chat_that_begins_with_the_assistant_is_named_if_nothing_is_written_be
         encoded(template, answers_first, assistant_only_loss=True)
 
 
+def test_a_chat_that_begins_with_the_assistant_is_named_if_it_begins_in_another_way() -> None:
+    """As where the template writes a system prompt of its own before the first message."""
+    template = CHATML.replace(
+        "{% for message in messages %}",
+        "{% for message in messages %}{% if loop.first %}{{ '[system]' }}{% endif %}",
+    )
+    assert template != CHATML
+
+    with pytest.raises(
+        CorpusError, match=r"begins with the assistant \('answer 0.*a chat begins in another way"
+    ):
+        encoded(template, chat(0)[1:], assistant_only_loss=True)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -309,6 +309,15 @@ def test_rotated_dimensions_come_in_pairs(sound: dict[str, Path], tmp_path: Path
     assert "they come in pairs" in line
 
 
+def test_rotated_dimensions_are_not_multiplied_by_zero(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 0}
+    config = changed(config_of(sound["llama"]), ("rope_parameters",), rope)
+    line = refused_or_done(sound["llama"], config, "aligned", tmp_path / "m")
+    assert "its attention factor is 0, not above 0" in line
+
+
 def test_a_table_of_rotary_embeddings_is_bounded() -> None:
     """GPT-J computes one of positions x rotary_dim, which no header bounds."""
     check_against_headers({"model_type": "gptj", "rotary_dim": 64}, "m", 9, 1024)

@@ -12,6 +12,7 @@ from gqa.convert.heads.family import kv_heads_text
 from gqa.convert.summary import describe_quality, loss_of, measured_text
 from gqa.core.errors import plural
 from gqa.core.escape import code_span, markdown
+from gqa.core.options import is_default_flag
 from gqa.corpus.specs import is_self
 from gqa.models.card import (
     CARD,
@@ -242,6 +243,7 @@ def _options(record: Record) -> dict[str, Any]:
     options = {}
     for name, value in record["options"].items():
         is_unused = name == "lora_rank" and record["options"]["train"] != "lora"
+        is_unused |= is_default_flag(TrainOptions, name, value)
         if not fields[name].metadata["may_change"] and not is_unused:
             options[name] = value
     return options

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from gqa.core.errors import RefusedError
 from gqa.uptrain.dataloader import stack
-from gqa.uptrain.schedule import depends_on_length, warmup_steps
+from gqa.uptrain.schedule import depends_on_length
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.sharding import local_shard
@@ -22,10 +22,6 @@ from gqa.uptrain.stored_weights import stored_weights
 from gqa.uptrain.training_model import mean_losses, zero_sums
 
 Weights = dict[str, Tensor]
-
-# A learning rate is too high if the loss has fallen by less than this share since the start. With
-# a good one it falls by 2% to 4% until the first measurement, a sixteenth of the run.
-_LEAST_FALL = 0.01
 
 
 def not_finite_error(name: str) -> RefusedError:
@@ -100,8 +96,7 @@ def go_back_if_not_better(
     setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights
 ) -> bool:
     """If the loss that `measure_and_keep` has measured is not lower than before, give the model the
-    best weights so far, and let the run go on from them at a lower learning rate; once also if it
-    is hardly lower than at the start.
+    best weights so far, and let the run go on from them at a lower learning rate.
 
     How large a rate may be depends on the model, on its text and on the tokens of a step. One that
     is too large shows in the held-out loss; without this, such a run would gain nothing. Not with a
@@ -112,32 +107,12 @@ def go_back_if_not_better(
     """
     is_better = progress.best_step == progress.step
     is_last = progress.step == setup.dataloader.steps
-    if is_last or not depends_on_length(setup.options.schedule):
-        return False
-    if is_better and not _has_hardly_fallen(setup, progress):
+    if is_better or is_last or not depends_on_length(setup.options.schedule):
         return False
 
     _copy_into(state_dict(setup.accelerator, wrapped), best)
     progress.rate_cuts += 1
     return True
-
-
-def _has_hardly_fallen(setup: Setup, progress: TrainingProgress) -> bool:
-    """Whether the whole rate has lowered the held-out loss by less than 1%.
-
-    Never during the warm-up, nor at a rate that was lowered before: there a small fall may be that
-    of small steps.
-    """
-    options = setup.options
-    warmup = warmup_steps(options.warmup, options.schedule, setup.dataloader.steps)
-    if progress.step <= warmup or progress.rate_cuts:
-        return False
-
-    first = progress.first_heldout
-    lowest = progress.lowest_heldout
-    assert first is not None
-    assert lowest is not None
-    return lowest[options.objective] > (1 - _LEAST_FALL) * first[options.objective]
 
 
 def best_weights(setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights) -> Weights:

@@ -65,13 +65,10 @@ class Log:
         if not self._is_main:
             return
         divisor = round(1 / RATE_CUT) ** progress.rate_cuts
-        if progress.best_step == progress.step:
-            reason = "hardly lower than at the start; the run goes on"
-        else:
-            reason = f"not lower than at step {progress.best_step:,}; the run goes on from there,"
         self._watcher.note(
-            f"step {progress.step:,}: the loss on validation text is {reason} at 1/{divisor} of "
-            "the learning rate"
+            f"step {progress.step:,}: the loss on validation text is not lower than at step "
+            f"{progress.best_step:,}; the run goes on from there, at 1/{divisor} of the "
+            "learning rate"
         )
 
     def _append(self, line: str) -> None:

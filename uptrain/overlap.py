@@ -23,7 +23,7 @@ import numpy as np
 from gqa.checkpoint.write import replacing
 from gqa.core.errors import plural
 from gqa.corpus.encoders import Encoders
-from gqa.corpus.exclusion import Exclusion
+from gqa.corpus.exclusion import SEARCH_VERSION, Exclusion
 from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.rows import row_digest, searched_text
 from gqa.corpus.sources import Source
@@ -126,7 +126,7 @@ def _from_cache(key: str, make: Callable[[], Any]) -> Any:
     """
     from datasets.config import HF_DATASETS_CACHE
 
-    digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{SEARCH_VERSION} {key}".encode()).hexdigest()[:32]
     path = Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{digest}.json"
     with suppress(OSError, ValueError):  # it is not there, or damaged
         return json.loads(path.read_text())

@@ -345,6 +345,8 @@ def _read_rotary(config: ModelConfig) -> None:
             rotary = symmetry.rotary(config.text_config, layer, config.heads(layer).key_dim)
             if not all(map(math.isfinite, rotary.frequencies)):
                 raise ValueError("its frequencies are not finite")
+            if not math.isfinite(rotary.factor) or rotary.factor <= 0:
+                raise ValueError(f"its attention factor is {rotary.factor:g}, not above 0")
 
 
 def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:

@@ -16,7 +16,7 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration_blocks import read_blocks, without_copies
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import Watcher
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, plural
 from gqa.corpus.specs import GENERAL, is_self, parse_self
 from gqa.corpus.tokens import Ints
 from gqa.models.loading import load_model
@@ -115,7 +115,7 @@ class CalibrationReader:
                 blocks, heldout = self._generate(share, heldout_count)
             else:
                 blocks, heldout = self._read(share, self.text.repeats, heldout_count)
-                self._warn_of_short_text(share, len(blocks))
+                self._warn_of_short_text(share, len(blocks), len(heldout))
             parts.append(blocks)
             heldout_parts.append(heldout)
 
@@ -206,12 +206,19 @@ class CalibrationReader:
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def _warn_of_short_text(self, share: _Share, found: int) -> None:
-        """Warn if a source that was named has fewer blocks than calibration asks it for."""
+    def _warn_of_short_text(self, share: _Share, found: int, heldout: int) -> None:
+        """Warn if a source that was named has fewer blocks than calibration asks it for.
+
+        `heldout`: How many more it has, which measure the quality.
+        """
         if share.measures and found < share.blocks:
+            besides = ""
+            if heldout:
+                besides = f", besides {plural(heldout, 'block')} that measure the quality"
             self.watcher.warn(
                 f"{share.source} has only {found:,} of the {share.blocks:,} blocks of "
-                f"{self.text.length} tokens that calibration asks for; pass more text with --data"
+                f"{self.text.length} tokens that calibration asks for{besides}; pass more text "
+                "with --data"
             )
 
     def _warn_of_few_pairs(self, found: int) -> None:
