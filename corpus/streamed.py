@@ -241,27 +241,27 @@ class _LaneDocuments:
         `pack` takes one only when the one before is used up, so `position` is always that of the
         document of `rest`. Raises RefusedError and CorpusError.
         """
+        is_continued = self.position is not None
         first_epoch = self.position["epoch"] if self.position else 0
-        # A lane that is continued may be at the end of its first epoch
-        may_be_at_end = self.position is not None
         for epoch in count(first_epoch):
             self._data.set_epoch(epoch)
-            has_text = False
+            documents = 0
             for row in self._source.read(self._data):
-                has_text = True
+                documents += 1
                 self.position = self._data.state_dict()
                 counts = LOSS_MASK not in row or any(row[LOSS_MASK])
                 self.any_counts = self.any_counts or counts
                 yield tokens_of_row(row)
 
-            if not has_text and not may_be_at_end:
+            # Only what is left of the epoch in which a run was stopped may be empty
+            is_rest = is_continued and epoch == first_epoch
+            if not documents and not is_rest:
                 raise CorpusError(
                     f"{self._name} has no text to train on: it is empty, blank, or all held out; "
                     "pass other text"
                 )
             if not self.any_counts:
                 raise RefusedError(nothing_counts(self._name))
-            may_be_at_end = False
 
 
 def tokens_of_row(row: Mapping[str, Any]) -> Any:

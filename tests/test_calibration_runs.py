@@ -490,7 +490,10 @@ def test_a_layer_that_cannot_compute_is_refused_at_its_first_run(tmp_path: Path)
 
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
-MOST = "out of memory on cpu with 64 blocks of 16 tokens in a layer at a time; lower --context, or"
+MOST = (
+    "out of memory on cpu with 64 blocks of 16 tokens in a layer at a time; stop other programs on "
+    "it, lower --context, or"
+)
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 
@@ -504,7 +507,7 @@ def test_no_memory_for_measuring_layers_is_told_with_what_to_do(
     text = ("--data", tmp_path / "text.txt", "--tokens", 256, "--context", 16)
     check_refused(
         checkpoints.run(small, "-o", tmp_path / "out", "--kv-budget", 0.5, *text),
-        "out of memory on cpu with 8 blocks of 16 tokens in a layer at a time; lower --context",
+        "out of memory on cpu with 8 blocks of 16 tokens in a layer at a time; stop other programs",
     )
 
 

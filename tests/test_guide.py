@@ -1,5 +1,6 @@
 """docs/guide-7b.md, docs/guide-qwen.md and docs/generate-with-vllm.md: their commands, planned at
 the shapes of their models, fit the GPU that the guide names; their sums are those that are printed.
+Their scripts run, on small files and with stand-ins for the programs that are not here.
 
 The checkpoints are headers without weights; each command is a page's, with `--dry-run`.
 """
@@ -11,7 +12,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from gqa.uptrain.run_length import count_text_blocks
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
 QWEN_PAGE = PAGE.with_name("guide-qwen.md")
 VLLM_PAGE = PAGE.with_name("generate-with-vllm.md")
+EVALUATING = PAGE.with_name("evaluating.md")
 PAGES = (PAGE, QWEN_PAGE, VLLM_PAGE)
 SUMS = PAGE.with_name("guide-numbers.md")
 GPU = 48 * 10**9  # bytes
@@ -54,17 +57,23 @@ QWEN = "Qwen2.5-7B"
 GUIDE_RUN = "--tokens 10M --micro-batch 1 --gradient-checkpointing"
 
 
-def commands_of(program: str, model: str = "") -> list[str]:
+def commands_of(program: str, model: str = "", pages: Sequence[Path] = PAGES) -> list[str]:
     """The commands of the pages that start a program, in any environment, for a model."""
-    every = [words for page in PAGES for words in commands(page)]
+    every = [words for page in pages for words in commands(page)]
     lines = [words for words in every if Path(words[0]).name == program]
     assert lines, f"the pages have no {program}"
     return [line for line in map(shlex.join, lines) if model in line]
 
 
-def servers() -> list[str]:
-    """The commands of the page that start a server of vLLM."""
-    return [one for one in commands_of("vllm") if shlex.split(one)[1] == "serve"]
+def servers(page: Path = PAGE) -> list[str]:
+    """The commands of a page that start a server of vLLM."""
+    return [one for one in commands_of("vllm", pages=[page]) if shlex.split(one)[1] == "serve"]
+
+
+def measurement(model: str) -> list[str]:
+    """The words of the command that measures a model and its results."""
+    (line,) = (one for one in commands_of("gqa-eval", model) if "--memory" in one)
+    return shlex.split(line)
 
 
 def llama_config(kv_heads: int, **shape: int) -> LlamaConfig:
@@ -356,11 +365,14 @@ def test_the_page_shows_what_a_dry_run_prints(
     assert [line for line in shown_lines if line not in lines] == []
 
 
+@pytest.mark.parametrize(
+    ("page", "model", "kv_heads"), [(PAGE, LLAMA, 8), (QWEN_PAGE, QWEN, 2)], ids=["llama", "qwen"]
+)
 def test_the_result_of_a_step_is_the_input_of_the_next(
-    models: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, model: str, kv_heads: int, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainings = [one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" not in one]
-    converted = f"./{LLAMA}-gqa8-refined"
+    trainings = [one for one in commands_of("gqa-uptrain", model) if "--dry-run" not in one]
+    converted = f"./{model}-gqa{kv_heads}-refined"
     results = set()
     for training in trainings:
         _, record = dry_run(training, models, monkeypatch)
@@ -369,12 +381,119 @@ def test_the_result_of_a_step_is_the_input_of_the_next(
             results.add(f"./{Path(record['output']).name}")
     assert len(results) == 1, "whatever text it trains on"
     names = {converted} | results
-    (measured,) = commands_of("gqa-eval")
-    assert names < set(shlex.split(measured))
-    answering = [shlex.split(one)[3] for one in commands_of("sh")]
-    assert {*answering} == {f"./{LLAMA}"} | results
-    served = [set(shlex.split(one)) for one in servers()]
-    assert [bool(words & results) for words in served] == [False, True], "the base model first"
+    assert names | {f"./{model}"} < {*measurement(model)}
+    answering = [shlex.split(one)[3] for one in commands_of("sh", model)]
+    served = [set(shlex.split(one)) for one in servers(page)]
+    if model == QWEN:  # the guide shows the commands of the base model
+        assert {*answering} == results
+        assert [bool(words & results) for words in served] == [True]
+    else:
+        assert {*answering} == {f"./{model}"} | results
+        assert [bool(words & results) for words in served] == [False, True], "the base model first"
+
+
+def test_the_conversions_that_are_compared_are_made() -> None:
+    (compared,) = (shlex.split(one) for one in commands_of("gqa-eval") if "--cache-bits" in one)
+    made = [shlex.split(one) for one in commands_of("gqa-convert", LLAMA)]
+    heads = {words[words.index("--kv-heads") + 1] for words in made if "--dry-run" not in words}
+    conversions = [f"./{LLAMA}-gqa{number}-refined" for number in sorted(heads, key=int)]
+    assert compared[1 : compared.index("--data")] == [f"./{LLAMA}", *conversions]
+
+
+def write_samples(directory: Path, task: str, date: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Answers in a file as lm_eval writes it."""
+    path = directory / f"model/samples_{task}_{date}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answers(*scores: object, metric: str = "exact_match") -> list[dict[str, Any]]:
+    """Rows of lm_eval, one for each question."""
+    return [
+        {"doc_id": number, "filter": "none", "metrics": [metric], metric: score}
+        for number, score in enumerate(scores)
+    ]
+
+
+def test_the_script_compares_the_answers_of_two_models(tmp_path: Path) -> None:
+    """The last run of each task, the questions that both models answered, and scores that are
+    numbers.
+    """
+    (script,) = (text for _, text in blocks(EVALUATING, "python") if "samples_" in text)
+    (tmp_path / "compare.py").write_text(script)
+    base, result = tmp_path / "tasks-base", tmp_path / "tasks-result"
+    early, late = "2026-01-01T10-00-00.000001", "2026-01-02T09-00-00.000001"
+    write_samples(base, "squad_completion", early, answers(0, 0, 0, 0))
+    write_samples(base, "squad_completion", late, answers(1, 1, 0, 1, 1))
+    write_samples(result, "squad_completion", early, answers(1, 0, 0, 0))
+    write_samples(base, "ifeval", early, answers(True, False, metric="strict"))
+    write_samples(result, "ifeval", early, answers(True, True, metric="strict"))
+    write_samples(base, "lists", early, answers([1, 0], [1, 1]))
+    write_samples(result, "lists", early, answers([1, 0], [1, 1]))
+    words = [sys.executable, "compare.py", base.name, result.name]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "ifeval none strict: +50.0 points (standard error 50.0, 2 questions)",
+        "squad_completion none exact_match: -50.0 points (standard error 28.9, 4 questions)",
+    ]
+
+
+def test_the_guide_compares_answers_that_it_has_collected() -> None:
+    collected = {f"tasks-{shlex.split(one)[2]}" for one in commands_of("sh")}
+    compared = [
+        shlex.split(one)[2:] for one in commands_of("python") if "compare.py" in shlex.split(one)
+    ]
+    assert len(compared) == 3
+    assert {directory for pair in compared for directory in pair} <= collected
+
+
+VLLM = """
+class Text:
+    def __init__(self, text, finish_reason):
+        self.text, self.finish_reason = text, finish_reason
+
+
+class Request:
+    def __init__(self, chat):
+        prompt = chat[0]["content"]
+        self.outputs = [Text(prompt.upper(), "length" if "cut" in prompt else "stop")]
+
+
+class LLM:
+    def __init__(self, **options):
+        self.longest = options["max_model_len"]
+
+    def get_tokenizer(self):
+        return self
+
+    def encode(self, text):
+        return text.split()
+
+    def chat(self, chats, sampling):
+        assert all(len(self.encode(chat[0]["content"])) < self.longest for chat in chats)
+        return [Request(chat) for chat in chats]
+
+
+def SamplingParams(**options):
+    pass
+"""
+
+
+def test_the_script_for_prompts_writes_whole_answers(tmp_path: Path) -> None:
+    """With a stand-in for vLLM that refuses long prompts, as vLLM does; a second run appends."""
+    (script,) = (text for _, text in blocks(VLLM_PAGE, "python") if "model.chat" in text)
+    (tmp_path / "answer.py").write_text(script)
+    (tmp_path / "vllm.py").write_text(VLLM)
+    prompts = ["hello", "cut this", "word " * 2048]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    words = [sys.executable, "answer.py"]
+    for _ in range(2):
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == "3 prompts, 2 short enough, 1 whole answers\n"
+    chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "HELLO"}]
+    assert chats == [{"messages": messages}] * 2
 
 
 def test_tasks_run_on_each_model_and_cache(tmp_path: Path) -> None:
@@ -386,7 +505,7 @@ def test_tasks_run_on_each_model_and_cache(tmp_path: Path) -> None:
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)
     outputs = set()
-    for line in commands_of("sh"):
+    for line in commands_of("sh", pages=[PAGE]):
         _, file, name, model, *more = words = shlex.split(line)
         assert file == "tasks.sh"
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -398,10 +517,10 @@ def test_tasks_run_on_each_model_and_cache(tmp_path: Path) -> None:
         assert arguments["pretrained"] == model
         assert arguments.get("kv_cache_dtype") == ("".join(more).partition("=")[2] or None)
         served = next(shlex.split(one) for one in servers() if model in shlex.split(one))
-        for option in ("dtype", "max_model_len", "gpu_memory_utilization"):
+        for option in ("max_model_len", "gpu_memory_utilization"):
             flag = f"--{option.replace('_', '-')}"
             assert arguments[option] == served[served.index(flag) + 1]
-    assert len(outputs) == len(commands_of("sh"))
+    assert len(outputs) == len(commands_of("sh", pages=[PAGE]))
 
 
 def test_both_models_are_served_with_the_same_options() -> None:
@@ -473,6 +592,18 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     assert needed < int(written) < 1.2 * needed
 
 
+def test_the_page_says_how_fast_vllm_can_write_at_most(models: Path) -> None:
+    """The weights and the caches of sequences that are half written, read once a step."""
+    (sequences,) = re.findall(r"^AT_ONCE = (\d+)$", VLLM_PAGE.read_text(), re.MULTILINE)
+    cache = int(sequences) * (2048 // 2) * 512 * 2**10
+    read = read_checkpoint(models / LLAMA).nbytes + cache
+    rate = int(sequences) * 3.35e12 / read
+    page = one_line(VLLM_PAGE)
+    assert f"reads about {read / 2**30:.0f} GiB" in page
+    assert f"at most {round(rate, -2):,.0f} tokens per second" in page
+    assert f"5.5M tokens take {5.5e6 / rate / 60:.0f} minutes" in page
+
+
 def test_the_page_says_what_fits_into_the_cache_of_vllm(models: Path) -> None:
     rows = {"base model": (LLAMA, 512), "result": (f"{LLAMA}-gqa8-refined", 128)}
     gib = 2**30
@@ -500,8 +631,7 @@ def test_the_page_shows_the_memory_of_its_models(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table that the measurement of step 6 ends with, of headers."""
-    (measured,) = commands_of("gqa-eval")
-    _, *words = shlex.split(measured)
+    _, *words = measurement(LLAMA)
     without_text = words[: words.index("--data")]
     context, memory = (words[words.index(one) + 1] for one in ("--context", "--memory"))
     monkeypatch.chdir(models)

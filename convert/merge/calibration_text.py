@@ -154,29 +154,43 @@ class CalibrationText:
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
         sharing = [source for source in others if _stated_tokens(source) is None]
         general_tokens = self._general_tokens(len(sharing))
-
-        block = f"less than one block of {self.length} tokens"
         each = 0
         if sharing:
-            each = (self.tokens - general_tokens) // len(sharing)
-        if sharing and each < self.length:
-            if len(sharing) > 1:
-                block += f" for each of {len(sharing)} sources"
-            raise RefusedError(
-                f"{tokens_option} {self.tokens} is {block}; pass at least "
-                f"{self.length * len(sharing)}"
-            )
+            each = self._tokens_each(len(sharing), general_tokens, tokens_option)
 
         shares = []
         for source in others:
             stated_tokens = _stated_tokens(source)
-            if stated_tokens is not None and stated_tokens < self.length:
+            if stated_tokens is None:
+                shares.append((source, each))
+                continue
+            if stated_tokens < self.length:
                 name = "self:plain" if parse_self(source)[1] else "self"
-                raise RefusedError(f"{source} is {block}; pass {name}:{self.length} or more")
-            shares.append((source, each if stated_tokens is None else stated_tokens))
+                raise RefusedError(
+                    f"{source} is less than one block of {self.length} tokens; pass "
+                    f"{name}:{self.length} or more"
+                )
+            shares.append((source, stated_tokens))
+
         if general_tokens:
             shares.append((GENERAL, general_tokens))
         return shares
+
+    def _tokens_each(self, n_sharing: int, general_tokens: int, tokens_option: str) -> int:
+        """Tokens of each of `n_sharing` sources. Raises RefusedError if they are less than a
+        block.
+        """
+        tokens = (self.tokens - general_tokens) // n_sharing
+        if tokens >= self.length:
+            return tokens
+
+        block = f"one block of {self.length} tokens"
+        if n_sharing > 1:
+            block += f" for each of {n_sharing} sources"
+        raise RefusedError(
+            f"{tokens_option} {self.tokens} is less than {block}; pass at least "
+            f"{self.length * n_sharing}"
+        )
 
     def _general_tokens(self, n_sharing: int) -> int:
         """Tokens of `general` beside `n_sharing` sources that share the rest.

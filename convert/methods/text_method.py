@@ -59,6 +59,6 @@ class TextMethod(MapsMethod):
     def out_of_memory_message(self, options: MapsOptions) -> str:
         return (
             f"out of memory on {options.device} with {options.blocks_at_once} blocks of "
-            f"{options.text.length} tokens in a layer at a time; lower --context, or pass "
-            "--precision bfloat16 or another --device"
+            f"{options.text.length} tokens in a layer at a time; stop other programs on it, "
+            "lower --context, or pass --precision bfloat16 or another --device"
         )
