@@ -399,6 +399,13 @@ def leads_somewhere(link: str, directory: Path) -> bool:
     return heading in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles}
 
 
+def test_headings_begin_with_a_letter() -> None:
+    """Else the scripts of the site's theme stop at their anchors, and tables have no lines."""
+    headings = [line for page in PAGES for line in page.read_text().split("\n#") if line]
+    assert headings
+    assert [line[:40] for line in headings if re.match(r"#*\s*\d", line)] == []
+
+
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     for page in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.ipynb")):
         cells = (
