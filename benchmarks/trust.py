@@ -109,7 +109,7 @@ def questions() -> Iterator[tuple[str, str, Any]]:
     draw = random.Random(0)
     for _ in range(COUNT):
         yield "copy", *copy_question(draw)
-        yield "lookup", *lookup_question(draw)
+        yield "variable", *variable_question(draw)
         yield "sum", *sum_question(draw)
 
     for function in FUNCTIONS:
@@ -128,7 +128,7 @@ def copy_question(draw: random.Random) -> tuple[str, str]:
     return "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
 
 
-def lookup_question(draw: random.Random) -> tuple[str, str]:
+def variable_question(draw: random.Random) -> tuple[str, str]:
     """Six assignments of numbers, the values of two of them, and that of a third."""
     values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
     one, two, name = draw.sample([*values], 3)

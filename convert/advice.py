@@ -80,8 +80,9 @@ class Advice:
                 f"so the quality of the result was not measured: {self._unmeasured(remedies)}"
             )
         elif self._loss.level == "damaged":
-            remedies.insert(0, "keep more KV heads")
-            yield f"this model is damaged and not usable as it is: {' or '.join(remedies)}"
+            *others, last = remedies
+            advice = ", ".join(["Keep more KV heads", *others, f"or {last}"])
+            yield f"this model is damaged, not usable as it is. {advice}"
 
     def _unmeasured(self, remedies: Sequence[str]) -> str:
         """What to do about a result whose method does not run the model.

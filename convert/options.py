@@ -178,9 +178,9 @@ class ConvertOptions(Options):
 
     check: bool = option(
         True,
-        "After calibrated and refined: compare perplexity and recall with those of MODEL, on text "
-        "that was not used for calibration.  [default: on; other methods print the gqa-eval "
-        "command]",
+        "Measure the result: compare its perplexity and recall with those of MODEL, on text that "
+        "was not used for calibration. Only for --method refined or calibrated; for other methods, "
+        "the gqa-eval command is printed.",
         setting="text",
         group=OUTPUT,
         repeated=False,

@@ -144,8 +144,8 @@ class ConvertedCheckpoint(CheckpointWriter):
         tensor = self.source.read(change.source, buffer)
         if not all_finite(tensor):
             raise CorruptError(
-                f"{change.source.name} of {self.source.name} has NaN or Inf, so its heads are "
-                "broken; download the checkpoint again"
+                f"{change.source.name} of {self.source.name} contains NaN or Inf; download the "
+                "checkpoint again"
             )
         rounds_later = self._plan.dtype or not change.rule.projection
         if rounds_later:

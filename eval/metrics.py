@@ -47,7 +47,8 @@ class RowNumber:
 class Metric:
     """A number about a model's predictions of a text, with its error or interval.
 
-    title, meaning, unit, better: For the docs; `meaning` is the formula, `better` the direction.
+    title, meaning, better: For the docs; `meaning` is the formula with its unit, `better` the
+        direction.
     compares: Whether it compares a converted model with the base model. Records have metrics that
         do in `against_baseline`, others in `quality`.
     arrays: Names of the arrays per scored token that `measure` reads. Arrays of the base model are
@@ -57,7 +58,6 @@ class Metric:
     keys: The value first, then what belongs to it: error, bounds, the sum that it is made of.
     table: The table of gqa-eval that shows it.
     columns: Columns of that table, of the numbers in `quality` or `against_baseline`.
-    in_words: What the columns show, for the docs; by default `meaning`.
     note: What is said of it below that table.
     row: Numbers in the rows of a study.
     study_columns: Columns of the table of a study, of the numbers in its rows.
@@ -66,7 +66,6 @@ class Metric:
 
     title: str
     meaning: str
-    unit: str
     better: Literal["lower", "higher"]
     compares: bool
     arrays: tuple[str, ...]
@@ -74,7 +73,6 @@ class Metric:
     keys: tuple[str, ...]
     table: TableName = "quality"
     columns: tuple[Column, ...] = ()
-    in_words: str = ""
     note: str = ""
     row: tuple[RowNumber, ...] = ()
     study_columns: tuple[Column, ...] = ()
@@ -197,8 +195,7 @@ def _acceptance(scores: Scores, text: Text) -> Numbers:
 METRICS = (
     Metric(
         title="loss",
-        meaning="mean of -ln q(token) over all tokens",
-        unit="nats per token",
+        meaning="mean of -ln q(token) over all tokens, in nats",
         better="lower",
         compares=False,
         arrays=("nats",),
@@ -224,21 +221,18 @@ METRICS = (
     Metric(
         title="perplexity",
         meaning="exp(nats / tokens)",
-        unit="per token",
         better="lower",
         compares=False,
         arrays=("nats",),
         measure=_token_perplexity,
         keys=("token_perplexity",),
         columns=(Column("perplexity", lambda quality: format_number(quality["token_perplexity"])),),
-        in_words="exp(mean loss per token)",
         row=(RowNumber("perplexity", "quality.token_perplexity"),),
         study_columns=(Column("perplexity", lambda row: format_number(row["perplexity"])),),
     ),
     Metric(
         title="word perplexity",
         meaning="exp(nats / words)",
-        unit="per word",
         better="lower",
         compares=False,
         arrays=("nats",),
@@ -248,7 +242,6 @@ METRICS = (
     Metric(
         title="byte perplexity",
         meaning="exp(nats / bytes)",
-        unit="per byte",
         better="lower",
         compares=False,
         arrays=("nats",),
@@ -257,8 +250,7 @@ METRICS = (
     ),
     Metric(
         title="perplexity ratio",
-        meaning="perplexity / that of the baseline",
-        unit="factor",
+        meaning="perplexity / that of the baseline, on the same tokens; 1 is no loss",
         better="lower",
         compares=True,
         arrays=("nats", "baseline_nats"),
@@ -268,8 +260,6 @@ METRICS = (
             Column("x baseline", "{ratio:,.3f}"),
             Column("95% interval", "{ratio_low:,.3f} - {ratio_high:,.3f}"),
         ),
-        in_words="*perplexity ratio*: perplexity divided by that of the baseline, on the same "
-        "tokens, with its interval; 1 is no loss",
         row=(
             RowNumber("perplexity_ratio", "against_baseline.ratio"),
             RowNumber("perplexity_ratio_low", "against_baseline.ratio_low"),
@@ -278,22 +268,19 @@ METRICS = (
     ),
     Metric(
         title="bits per byte",
-        meaning="nats / (bytes x ln 2)",
-        unit="bits per byte",
+        meaning="nats / (bytes x ln 2); comparable between tokenizers",
         better="lower",
         compares=False,
         arrays=("nats",),
         measure=_bits_per_byte,
         keys=("bits_per_byte",),
         columns=(Column("bits/byte", "{bits_per_byte:.4f}"),),
-        in_words="loss per byte of text, in bits; comparable between tokenizers",
         row=(RowNumber("bits_per_byte", "quality.bits_per_byte"),),
         study_columns=(Column("bits/byte", "{bits_per_byte:.4f}"),),
     ),
     Metric(
-        title="mean KL divergence",
-        meaning="mean of KL(baseline || model) over all tokens",
-        unit="nats",
+        title="KL divergence",
+        meaning="mean of KL(baseline || model) over all tokens, in nats",
         better="lower",
         compares=True,
         arrays=("kl",),
@@ -301,8 +288,6 @@ METRICS = (
         keys=("kl",),
         table="distributions",
         columns=(Column("mean KL", "{kl[mean]:.4f} ± {kl[mean_error]:.1g}"),),
-        in_words="mean KL divergence from the baseline's predictions, in nats, with its standard "
-        "error",
         note="KL(baseline || model) in nats, over the vocabulary that both models have",
         row=(RowNumber("kl", "against_baseline.kl.mean"),),
         study_columns=(Column("KL", "{kl:.4f}"),),
@@ -311,7 +296,6 @@ METRICS = (
     Metric(
         title="top-1 agreement",
         meaning="share of positions where argmax p = argmax q",
-        unit="share",
         better="higher",
         compares=True,
         arrays=("top1_agreement",),
@@ -319,15 +303,14 @@ METRICS = (
         keys=("top1_agreement", "top1_agreement_error"),
         table="distributions",
         columns=(Column("top-1 agreement", "{top1_agreement:.2%}"),),
-        in_words="share of positions where both models find the same token most probable",
         row=(RowNumber("top1_agreement", "against_baseline.top1_agreement"),),
         study_columns=(Column("top-1 agreement", "{top1_agreement:.1%}"),),
     ),
     Metric(
         title="acceptance",
-        meaning="mean of sum over x of min(p(x), q(x)) "
+        meaning="mean of sum over x of min(p(x), q(x)): the share of tokens drafted by the model "
+        "that the baseline accepts in speculative decoding at temperature 1 "
         "([2211.17192](https://arxiv.org/abs/2211.17192), section 3.2)",
-        unit="share",
         better="higher",
         compares=True,
         arrays=("acceptance",),
@@ -335,8 +318,6 @@ METRICS = (
         keys=("acceptance", "acceptance_error"),
         table="distributions",
         columns=(Column("acceptance", "{acceptance:.2%}"),),
-        in_words="share of tokens drafted by the model that the baseline accepts in speculative "
-        "decoding at temperature 1",
         note="acceptance: share of tokens drafted by the model that the baseline accepts in "
         "speculative decoding at temperature 1",
         row=(RowNumber("acceptance", "against_baseline.acceptance"),),

@@ -65,10 +65,9 @@ class EvaluateOptions(Options):
     recall: bool | None = option(
         None,
         "Measure recall: how many tokens a model predicts correctly because its context contains "
-        "them. "
-        "Kinds: repeated passages of the text, of generated text and of random tokens; values "
-        "looked up by their keys; passkeys hidden in a text.  [default: on for decoders if -o and "
-        "--data are given]",
+        "them. Kinds: repeated passages of the text, of generated text and of random tokens; "
+        "values looked up by their keys; passkeys hidden in a text.  [default: on for decoders if "
+        "-o and --data are given]",
         group=MAIN,
     )
     cache_bits: tuple[CacheBits, ...] | None = option(
@@ -91,8 +90,7 @@ class EvaluateOptions(Options):
     )
     output: Path | None = option(
         None,
-        "Write results.json and report.html to DIR. With --data, this also measures recall.  "
-        "[default: print tables only]",
+        "Write results.json and report.html to DIR.  [default: print tables only]",
         short="-o",
         metavar="DIR",
         group=MAIN,

@@ -205,8 +205,8 @@ def _check_keys(directory: str, info: dict[str, Any]) -> None:
         if keys:
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
             raise RefusedError(
-                f"{directory} loads with {what}, so its weights do not belong to its config; "
-                "download the checkpoint again"
+                f"the weights of {directory} do not fit its config.json ({what}); download both "
+                "again, from one repository"
             )
 
 

@@ -110,7 +110,7 @@ def test_what_is_said_of_the_quality(
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert " tokens of held-out blocks of text.txt in windows of 16, recall " in done.err
     says = (
-        "damaged and not usable as it is: keep more KV heads or use --method refined or train it: "
+        "damaged, not usable as it is. Keep more KV heads, use --method refined, or train it: "
         "gqa-uptrain"
     )
     assert f"warning: this model is {says} {out}\n" in done.err
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "short": (
         None,
         "a few words",
-        r".*text\.txt has \d tokens, fewer than one block of 16; pass more text",
+        r".*text\.txt has \d tokens, less than one block of 16 tokens; pass more text, or lower .*",
     ),
     "empty": (None, "", r".*text\.txt holds no text: .*"),
     "tokenizer": (
@@ -384,8 +384,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
                 directory, f"model.layers.{name}.weight", value
             ),
             counting(200),
-            f"layer {name[0]} computes NaN or Inf on the calibration text, so the model is broken "
-            "there; try --precision float32, or download the checkpoint again",
+            f"layer {name[0]} computes NaN or Inf on the calibration text; pass --precision "
+            "float32, or download the checkpoint again",
         )
         for name, value in (
             ("0.self_attn.k_proj", torch.nan),
@@ -401,7 +401,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "weights": (
         lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan),
         "",
-        f"{LAST} of model contains NaN or Inf, so its heads cannot be aligned; .*",
+        f"{LAST} of model contains NaN or Inf; .*",
     ),
 }
 

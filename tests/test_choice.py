@@ -29,7 +29,7 @@ from gqa.models import tokenizer
 
 PAGE = ROOT / "docs/methods.md"
 HEADER = (
-    "| `--method` | uses | time | KV heads of the result "
+    "| `--method` | fitted to | time | how KV heads are merged "
     "| perplexity ratio, example model, 8 → 2 KV heads |\n|---|---|---|---|---|\n"
 )
 

@@ -307,7 +307,7 @@ def test_help_breaks_no_name_at_a_hyphen(program: str, columns: int) -> None:
 
 def test_help_shows_the_methods_in_columns() -> None:
     text = run("--help").out
-    header = re.search(r"^  method +uses +", text, re.MULTILINE)
+    header = re.search(r"^  method +fitted to +", text, re.MULTILINE)
     assert header
     for name, method in METHODS.items():
         row = re.search(rf"^  {name} +{method.reads} +", text, re.MULTILINE)

@@ -135,6 +135,7 @@ OTHERS = {
     "wc": "counts",
     "eval": "completion",
     "source": "completion",
+    "cp": "copies",
     "vllm": "make test-serving runs it",
     "ct2-transformers-converter": "make test-serving runs it",
     "cmake": "builds another project",
@@ -397,6 +398,12 @@ def leads_somewhere(link: str, directory: Path) -> bool:
         return file.exists()
     titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
     return heading in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles}
+
+
+def test_no_page_has_a_gap() -> None:
+    """A mark where a table or a figure is still to come."""
+    gap = re.compile(r"@@|\bTODO\b|\bXXX\b")
+    assert [page.name for page in PAGES if gap.search(page.read_text())] == []
 
 
 def test_headings_begin_with_a_letter() -> None:

@@ -81,7 +81,7 @@ def test_answers_of_closed_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     questions = {kind: expected for kind, _, expected in trust.questions()}
     assert [
-        trust.is_right(questions[kind], questions[kind]) for kind in ("copy", "lookup", "sum")
+        trust.is_right(questions[kind], questions[kind]) for kind in ("copy", "variable", "sum")
     ] == [True] * 3
     assert not trust.is_right("0", questions["sum"])
     function = trust.FUNCTIONS[0]

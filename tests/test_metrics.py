@@ -15,10 +15,9 @@ from gqa.eval.scoring import ARRAYS, BASELINE, COMPARISONS, Scores, Window
 from gqa.eval.text import Text, make_text
 
 PAGE = ROOT / "docs/evaluating.md"
-METRICS_HEADER = "| column | what it is | better |\n|---|---|---|\n"
-NAMES_HEADER = (
-    "| number | formula | unit | `results.json` of `gqa-eval` | `results.jsonl` of `gqa-ablate` |\n"
-    "|---|---|---|---|---|\n"
+METRICS_HEADER = (
+    "| metric (*column of the table*) | formula | better "
+    "| `results.json` of `gqa-eval` | `results.jsonl` of `gqa-ablate` |\n|---|---|---|---|---|\n"
 )
 RECALL_HEADER = "| kind of recall | what the model reads | what is scored |\n|---|---|---|\n"
 
@@ -28,25 +27,18 @@ def code(names: Iterable[str]) -> str:
 
 
 def metric_rows() -> Iterator[tuple[str, ...]]:
-    """Cells of the table of the columns that gqa-eval shows."""
+    """Cells of the table of metrics: their columns in gqa-eval, and their names in JSON files."""
     for metric in METRICS:
-        if metric.columns:
-            names = ", ".join(column.title for column in metric.columns)
-            yield names, metric.in_words or metric.meaning, metric.better
-
-
-def name_rows() -> Iterator[tuple[str, ...]]:
-    """Cells of the table of names in JSON files."""
-    for metric in METRICS:
+        columns = [f"*{column.title}*" for column in metric.columns if column.title != metric.title]
         yield (
-            metric.title,
+            f"{metric.title} ({', '.join(columns)})" if columns else metric.title,
             metric.meaning,
-            metric.unit,
+            metric.better,
             f"`{metric.section}`: {code(metric.keys)}",
             code(number.key for number in metric.row),
         )
     kinds = code(kind.row_key for kind in RECALL_KINDS)
-    yield "recall", "right answers / answers", "share", "`recall`: `accuracy`", kinds
+    yield "recall", "right answers / answers", "higher", "`recall`: `accuracy`", kinds
 
 
 def recall_rows() -> Iterator[tuple[str, ...]]:
@@ -56,10 +48,9 @@ def recall_rows() -> Iterator[tuple[str, ...]]:
 
 
 def evaluating_page() -> str:
-    """docs/evaluating.md with its tables of metrics, names and questions written anew."""
+    """docs/evaluating.md with its tables of metrics and questions written anew."""
     page = PAGE.read_text(encoding="utf-8")
     page = with_table(page, METRICS_HEADER, metric_rows())
-    page = with_table(page, NAMES_HEADER, name_rows())
     return with_table(page, RECALL_HEADER, recall_rows())
 
 

@@ -185,13 +185,16 @@ def refusals(place: Path, root: Path) -> Refusals:
     return [
         (
             {"data": small},
-            "tokens, less than one block of 64; pass more data, or lower --context",
+            "tokens, less than one block of 64 tokens; pass more data, or lower --context",
         ),
         (
             alpha | {"batch_size": 999},
             "less than one batch of 999; pass more data, or lower --batch-size",
         ),
-        (alpha | {"alpha": 1e-4}, "less than one block of 64; raise --alpha, or lower --context"),
+        (
+            alpha | {"alpha": 1e-4},
+            "less than one block of 64 tokens; raise --alpha, or lower --context",
+        ),
         ({"data": empty}, "holds no text: it is empty or blank"),
         ({"heldout": place / "data.jsonl"}, "all documents are validation text"),
         ({"heldout": small}, "the validation text has less than one block of 64 tokens"),

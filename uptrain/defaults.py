@@ -45,8 +45,8 @@ def decide_defaults(
         if record is None and options.teacher == AUTO_TEACHER:
             raise RefusedError(
                 f"{checkpoint.name} is not a converted model (no {PROVENANCE}); run gqa-convert "
-                "first, or pass a --teacher, or train on text alone with --data and --teacher "
-                "none"
+                "first, or pass its base model with --teacher, or train on text alone with --data "
+                "and --teacher none"
             )
         raise RefusedError(
             f"no --data is given, and there is no teacher to generate the text ({teacher_text}); "

@@ -15,7 +15,7 @@ import click
 
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, alternatives
 from gqa.core.option_types import COUNT, FROM_ZERO, LARGEST, POSITIVE, SEED, Number, tokens_type
 from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option, same_as
 from gqa.corpus.specs import check_text_options, is_self, parse_self
@@ -26,7 +26,7 @@ AUTO_TEACHER = "auto"
 NO_TEACHER = "none"
 _LENGTH = "Length (at most one of --tokens, --alpha and --steps)"
 # Methods after which attention fits the rest of the model, and is all that trains by default.
-_FITTED = [method.name for method in METHODS.values() if method.computes_maps]
+_FITTED = [method.name for method in reversed(METHODS.values()) if method.computes_maps]
 
 
 class Rate(click.ParamType[float | str]):
@@ -91,10 +91,9 @@ class TrainOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Tokens to train on in all, like 1B. Blocks that repeat passages count. Of pairs that the "
-        "teacher writes, --context tokens count for each. Shorter data is read several times.  "
-        "[default: 512000, unless --alpha, --steps or --data self:TOKENS is "
-        "passed]",
+        "Tokens to train on in all, like 1B, with those of blocks that repeat passages. A pair "
+        "that the teacher writes counts as --context tokens. Shorter data is read several times.  "
+        "[default: 512000, unless --alpha, --steps or --data self:TOKENS is passed]",
         tokens_type(),
         metavar="COUNT",
         group=MAIN,
@@ -103,8 +102,7 @@ class TrainOptions(Options):
         None,
         "Which weights train; fewer need less memory. kv: key and value projections (and queries "
         "if fused); lora: kv, plus adapters on the other linear layers, merged at the end.  "
-        "[default: attention after "
-        f"{', '.join(_FITTED[:-1])} and {_FITTED[-1]}, else all]",
+        f"[default: attention after --method {alternatives(_FITTED)}, else all]",
         group=MAIN,
     )
     teacher: str = option(

@@ -162,8 +162,8 @@ def _require_a_block(options: TrainOptions, data_tokens: int) -> None:
         )
     if data_tokens < options.block_size:
         raise CorpusError(
-            f"the data has {data_tokens} tokens, less than one block of {options.block_size}; pass "
-            "more data, or lower --context"
+            f"the data has {data_tokens} tokens, less than one block of {options.block_size} "
+            "tokens; pass more data, or lower --context"
         )
 
 
@@ -175,19 +175,20 @@ def _wanted_tokens(options: TrainOptions, data_tokens: int) -> int:
     alpha = options.alpha
     tokens = options.tokens or data_tokens
     option = "--tokens"
-    length = f"--tokens is {tokens}"
+    length = f"--tokens {tokens} is"
     if alpha is not None:
         # Decimal: 0.29 of 100 is 29, not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
         option = "--alpha"
-        length = f"--alpha {alpha:g} is {tokens} tokens"
+        length = f"--alpha {alpha:g} is {tokens} tokens,"
     if tokens >= options.block_size:
         return tokens
 
     if options.target_column:  # --tokens is one pair at least
         raise CorpusError(f"--alpha {alpha:g} is less than one pair; raise it")
     raise CorpusError(
-        f"{length}, less than one block of {options.block_size}; raise {option}, or lower --context"
+        f"{length} less than one block of {options.block_size} tokens; raise {option}, or lower "
+        "--context"
     )
 
 

@@ -69,8 +69,8 @@ def read_blocks(
     stream = _shuffled_tokens(source, encoder, tokens, seed)
     if len(stream) < length:
         raise RefusedError(
-            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; pass more "
-            "text"
+            f"{source.spec} has {len(stream)} tokens, less than one block of {length} tokens; pass "
+            "more text, or lower --context"
         )
 
     pieces = stream[: len(stream) // length * length].reshape(-1, length)

@@ -294,8 +294,8 @@ def check_finite(layer: int, *tensors: Tensor) -> None:
         extremes = torch.stack(tensor.aminmax())  # which propagates NaN
         if not bool(extremes.isfinite().all()):
             raise RefusedError(
-                f"layer {layer} computes NaN or Inf on the calibration text, so the model is "
-                "broken there; try --precision float32, or download the checkpoint again"
+                f"layer {layer} computes NaN or Inf on the calibration text; pass --precision "
+                "float32, or download the checkpoint again"
             )
 
 

@@ -180,8 +180,7 @@ def _finite_heads(
     stored = heads_of(checkpoint, changes)
     if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
         raise RefusedError(
-            f"{module.path} of {checkpoint.name} contains NaN or Inf, so its heads cannot be "
-            "aligned; download the checkpoint again"
+            f"{module.path} of {checkpoint.name} contains NaN or Inf; download the checkpoint again"
         )
     return stored
 

@@ -19,7 +19,7 @@ class Aligned(WeightsMethod):
 
     name = "aligned"
     cost = "seconds; for 7B minutes"
-    result = "merged in closed form"
+    result = "merged in closed form, from the weights alone"
     example_ratio = "x1.99"
     needs = frozenset({"symmetry", "inputs"})
 

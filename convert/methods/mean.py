@@ -11,7 +11,7 @@ class Mean(Method):
 
     name = "mean"
     cost = "seconds"
-    result = "the mean of each group"
+    result = "averaged"
     example_ratio = "x15.4"
 
     def fixed_maps(self, kv: int, groups: int) -> HeadMaps:

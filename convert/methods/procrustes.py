@@ -16,7 +16,7 @@ class Procrustes(WeightsMethod):
 
     name = "procrustes"
     cost = "seconds; for 7B minutes"
-    result = "rotated onto each other, averaged"
+    result = "rotated onto each other, then averaged"
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         from gqa.convert.merge.moments import head_maps

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from string import Template
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -30,16 +31,19 @@ def _fences(page: Path) -> list[Token]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command of a page's blocks."""
+    """The words of each command of a page's blocks, with the values of the page's variables."""
+    values: dict[str, str] = {}
     for _, text in blocks(page, "", "sh", "bash"):
         code = re.sub(r"[ \t]#.*|^#.*", "", text.replace("\\\n", " "), flags=re.MULTILINE)
         words = shlex.shlex(code, posix=True, punctuation_chars="&|;\n")
         words.whitespace, words.whitespace_split = " \t", True
-        yield from (
-            [*group]
-            for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"})
-            if not ends
-        )
+        for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"}):
+            if not ends:
+                command = [Template(word).safe_substitute(values) for word in group]
+                if len(command) == 1 and (variable := re.fullmatch(r"(\w+)=(.*)", command[0])):
+                    values[variable[1]] = variable[2]
+                else:
+                    yield command
 
 
 def with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:

@@ -1,0 +1,38 @@
+#!/bin/sh
+# Run tasks of lm_eval on a model in vLLM (or transformers). Scores and answers go to the directory tasks-NAME.
+#
+#     sh tasks.sh NAME MODEL CONTEXT [OPTION=VALUE ...]
+#
+# CONTEXT is the most tokens of a prompt and its answer. OPTION is an option of vLLM, such as
+# kv_cache_dtype=fp8. It follows the documentation of lm_eval 0.4.13 and vLLM 0.32.0, and was not
+# run with them. docs/guide-7b.md uses it.
+set -eu
+
+# Tasks like your use, at which the base model is good
+TASKS=triviaqa,squad_completion
+# More options of lm_eval, such as --apply_chat_template for an Instruct model
+MORE=""
+LM_EVAL=.venv-vllm/bin/lm_eval
+# vllm, or hf without vLLM
+ENGINE=vllm
+
+if [ $# -lt 3 ]; then
+    echo "usage: sh tasks.sh NAME MODEL CONTEXT [OPTION=VALUE ...]" >&2
+    exit 2
+fi
+name=$1 model=$2 context=$3
+shift 3
+
+# add_bos_token: each prompt begins with the start token, as in the server
+arguments="pretrained=$model,add_bos_token=True"
+case $ENGINE in
+    hf) arguments="$arguments,max_length=$context" ;;
+    *) arguments="$arguments,max_model_len=$context,gpu_memory_utilization=0.9" ;;
+esac
+for option in "$@"; do
+    arguments="$arguments,$option"
+done
+
+# shellcheck disable=SC2086  # MORE is several words
+"$LM_EVAL" --model "$ENGINE" --model_args "$arguments" --tasks "$TASKS" --batch_size auto \
+    --log_samples --output_path "tasks-$name" $MORE
