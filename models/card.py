@@ -82,15 +82,18 @@ def source_card(checkpoint: Checkpoint) -> SourceCard:
     fields: dict[str, Any] = {}
     with suppress(Exception), quiet("huggingface_hub"):  # libraries of YAML raise many kinds
         fields = dict(ModelCard(text, ignore_metadata_errors=True).data.to_dict())
-    metadata = {name: words for name in _INHERITED if (words := _words(fields.get(name)))}
-    base_models = _words(fields.get("base_model"))
-    names = [base_models] if isinstance(base_models, str) else base_models
+    metadata: dict[str, Any] = {}
+    for name in _INHERITED:
+        words = _words(fields.get(name))
+        if words:
+            metadata[name] = words
+    base_models = _as_list(_words(fields.get("base_model")))
 
     text = _FRONT_MATTER.sub("", text)
     if _END in text:
         _, _, after_ours = text.partition(_END)
         text = after_ours.strip().removeprefix(BASE_CARD)
-    return SourceCard(metadata, tuple(filter(is_hub_id, names)), text.strip())
+    return SourceCard(metadata, tuple(filter(is_hub_id, base_models)), text.strip())
 
 
 def _words(value: Any) -> str | list[str]:
@@ -103,6 +106,11 @@ def _words(value: Any) -> str | list[str]:
     if isinstance(value, list):
         return [one_line(entry) for entry in value if isinstance(entry, str)]
     return ""
+
+
+def _as_list(words: str | list[str]) -> list[str]:
+    """The strings of a value of metadata, which may be one or several."""
+    return [words] if isinstance(words, str) else words
 
 
 def is_hub_id(name: str) -> bool:
@@ -141,9 +149,8 @@ def hub_metadata(
         metadata["base_model"] = base_models[0] if len(base_models) == 1 else list(base_models)
         metadata["base_model_relation"] = "finetune"
 
-    inherited = metadata.get("tags", [])
-    inherited = [inherited] if isinstance(inherited, str) else inherited
-    metadata["tags"] = list(dict.fromkeys([*inherited, *tags, TAG]))
+    all_tags = [*_as_list(metadata.get("tags", [])), *tags, TAG]
+    metadata["tags"] = list(dict.fromkeys(all_tags))  # each once, in this order
     return metadata | {"library_name": "transformers"}
 
 
@@ -167,7 +174,7 @@ def format_card(metadata: Mapping[str, Any], name: str, parts: Sequence[str], or
 def demote_headings(text: str) -> str:
     """Markdown whose highest heading is of level 3, so that it can stand under one of level 2."""
     lines = _plain_headings(text.split("\n"))
-    levels = [3]
+    levels = [3]  # no heading is raised
     for line, is_code in lines:
         if not is_code:
             levels += _heading_levels(line)
@@ -204,8 +211,9 @@ def _plain_headings(lines: Sequence[str]) -> list[tuple[str, bool]]:
         opening = _FENCE.match(line)
         if fence:
             result.append((line, True))
-            is_end = opening and opening[1].startswith(fence) and not line.strip().strip(fence[0])
-            fence = "" if is_end else fence
+            has_nothing_else = not line.strip().strip(fence[0])
+            if opening and opening[1].startswith(fence) and has_nothing_else:
+                fence = ""
             continue
 
         if opening:

@@ -11,8 +11,8 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,40 +114,49 @@ def _load(
     Raises:
         RefusedError, RuntimeError, MemoryError: As `load_model`.
     """
-    try:
-        with quiet_transformers(), directory_without_flags(directory) as config_directory:
-            config = read_auto_config(directory, trust_remote_code)
-            cls = model_class(config, trust_remote_code)
-            if not weights:
-                return _empty_model(cls, config, dtype, options, trust_remote_code)
+    with (
+        _library_errors_refused(directory),
+        quiet_transformers(),
+        directory_without_flags(directory) as config_directory,
+    ):
+        config = read_auto_config(directory, trust_remote_code)
+        cls = model_class(config, trust_remote_code)
+        if not weights:
+            return _empty_model(cls, config, dtype, options, trust_remote_code)
 
-            if config_directory != directory:
-                # An Auto class finds the checkpoint's code by the path in its config, so it gets
-                # the object; another class gets the directory without flags.
-                own_config = config if is_auto(cls) else config_directory
-                options = {**options, "config": own_config}
-            model, info = cls.from_pretrained(
-                directory,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # whatever a library raises about a checkpoint it cannot read
-        if isinstance(error, RefusedError) or out_of_memory(error):
-            raise
-        raise _unreadable(directory, error) from error
+        if config_directory != directory:
+            # An Auto class finds the checkpoint's code by the path in its config, so it gets the
+            # object; another class gets the directory without flags.
+            own_config = config if is_auto(cls) else config_directory
+            options = {**options, "config": own_config}
+        model, info = cls.from_pretrained(
+            directory,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+
     _check_keys(directory, info)
     return model.eval()
 
 
-def _unreadable(directory: str, error: Exception) -> RefusedError:
-    """What is raised for an error of transformers about a checkpoint."""
-    return RefusedError(
-        f"transformers cannot load {directory}: {explain(error)}; check that its files are "
-        "complete and fit its config.json"
-    )
+@contextmanager
+def _library_errors_refused(directory: str) -> Iterator[None]:
+    """Raise RefusedError for whatever a library raises about a checkpoint that it cannot read.
+
+    Refusals of ours and a lack of memory pass as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RefusedError) or out_of_memory(error):
+            raise
+        raise RefusedError(
+            f"transformers cannot load {directory}: {explain(error)}; check that its files are "
+            "complete and fit its config.json"
+        ) from error
 
 
 def _empty_model(
@@ -247,18 +256,13 @@ def read_shards(model: PreTrainedModel, directory: str, files: Sequence[str], de
         dtype=model.dtype,
         weight_mapping=[*get_model_conversion_mapping(model), *renamings],
     )
-    try:
-        with ExitStack() as stack, quiet_transformers():
-            slices = {}
-            for path in files:
-                file = stack.enter_context(safe_open(path, "pt", backend="pread"))
-                for key in file.offset_keys():
-                    slices[key] = file.get_slice(key)
-            info = load_weights(model, slices, options)
-    except Exception as error:  # whatever a library raises about a checkpoint it cannot read
-        if isinstance(error, RefusedError) or out_of_memory(error):
-            raise
-        raise _unreadable(directory, error) from error
+    slices = {}
+    with _library_errors_refused(directory), quiet_transformers(), ExitStack() as open_files:
+        for path in files:
+            file = open_files.enter_context(safe_open(path, "pt", backend="pread"))
+            for key in file.offset_keys():
+                slices[key] = file.get_slice(key)
+        info = load_weights(model, slices, options)
 
     # The model is stored without its adapters: it keeps only the conversions of its class.
     conversions = weight_conversions(model) or []

@@ -98,7 +98,9 @@ class Symmetry:
             output = Transposed(output)
 
         rules = (Rule(self.output, output), *self.per_query)
-        return rules if self.query is None else (Rule(self.query, query), *rules)
+        if self.query is None:  # it is one of the rules of keys and values
+            return rules
+        return (Rule(self.query, query), *rules)
 
     def can_align_keys(self, config: Any) -> bool:
         """Whether keys can be aligned in a model with this config."""
@@ -118,12 +120,21 @@ class Symmetry:
         return self.rotates(config, layer)
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
-        """RoPE of a layer with heads of `dim` numbers.
+        """The rotary embedding of a layer.
 
-        Frequencies are empty if keys are not aligned, for which alone they are needed, or if the
-        config does not say them or the longest text: then each pair of dimensions is merged alone,
-        for which keys may be rotated. `length`: tokens of the text, by which dynamic RoPE chooses
-        frequencies. Raises ValueError for an impossible share of rotated dimensions.
+        Args:
+            config: The config of the text part.
+            layer: The layer's number.
+            dim: Numbers of a key of one head.
+            length: Tokens of the text, by which dynamic RoPE chooses frequencies.
+
+        Returns:
+            Its frequencies are empty if keys are not aligned, for which alone they are needed; also
+            if the config names no frequencies or no longest text. Then each pair of dimensions is
+            merged alone, which needs no frequencies.
+
+        Raises:
+            ValueError: The share of rotated dimensions is impossible.
         """
         parameters, _ = rope_parameters(config, layer)
         if not self._has_rotary(config, layer) or parameters is None:
