@@ -16,8 +16,9 @@ _FACTORS: dict[Schedule, Callable[[float], float]] = {
 }
 
 EVALUATIONS = 4  # of a run, at equal distances, unless `eval_every` is given
-# More after 1/16 and 1/8 of the steps: a rate that is too high shows early, soon after the warm-up.
-_EARLY_DIVISORS = (16, 8)
+# One more after 1/16 of the steps: a rate that is too high shows early. Not after 1/8, where the
+# loss may have risen for a while at a rate that is right for the whole run (docs/tried.md).
+_EARLY_DIVISOR = 16
 MAX_WARMUP_STEPS = 100  # by default
 RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
 
@@ -49,7 +50,7 @@ def evaluation_interval(eval_every: int | None, steps: int) -> int:
 
 def evaluates_after(step: int, steps: int, eval_every: int | None) -> bool:
     """Whether the held-out losses are measured once `step` of `steps` are done."""
-    is_early = eval_every is None and step in [steps // divisor for divisor in _EARLY_DIVISORS]
+    is_early = eval_every is None and step == steps // _EARLY_DIVISOR
     return is_early or step == steps or step % evaluation_interval(eval_every, steps) == 0
 
 
