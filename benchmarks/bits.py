@@ -94,7 +94,7 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
         pairs = text_pairs(TINY["gqa_t5"].tokens, 8)
         calibrator = Calibrator(plan, pairs, options, plan.method.fit)
         errors = dict[str, float]()
-        for layer in range(calibrator.layers):
+        for layer in range(calibrator.n_layers):
             for result in calibrator.run(layer):
                 errors[result.module.path] = result.error
         attempt(figures, f"gqa_t5 {method} errors", lambda errors=errors: errors)

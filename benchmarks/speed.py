@@ -292,7 +292,7 @@ def prepare_training(model: str, steps: int, scratch: Path) -> Any:
         )
     )
     torch.set_num_threads(THREADS)  # after accelerate, which sets its own
-    return replace(setup, dataloader=replace(setup.dataloader, heldout_blocks=[]))
+    return replace(setup, dataloader=replace(setup.dataloader, validation_blocks=[]))
 
 
 def uptrain_loop(*arguments: Any) -> Iterator[Any]:

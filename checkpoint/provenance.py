@@ -77,7 +77,7 @@ def _portable_path(text: str) -> str:
     return path.name if is_of_this_machine else text
 
 
-def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
+def describe_request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
     """Arguments and options of a command for its record, without absolute paths, JSON-ready."""
     return {
         "argv": portable(argv),

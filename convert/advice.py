@@ -65,32 +65,34 @@ class Advice:
         if not method.merges:
             return
 
-        remedies = []
-        if self._best_method != method:
-            remedies.append(f"use --method {self._best_method.name}")
-        training = self.training_command()
-        train = "train it"
-        if training:
-            train += f": {training}"
-        remedies.append(train)
-
         if method.reads != "text":
             yield (
                 f"--method {method.name} does not run the model, "
-                f"so the quality of the result was not measured: {self._unmeasured(remedies)}"
+                f"so the quality of the result was not measured: {self._unmeasured()}"
             )
         elif self._loss.level == "damaged":
-            *others, last = remedies
+            *others, last = self._remedies()
             advice = ", ".join(["Keep more KV heads", *others, f"or {last}"])
             yield f"this model is damaged, not usable as it is. {advice}"
 
-    def _unmeasured(self, remedies: Sequence[str]) -> str:
+    def _remedies(self) -> list[str]:
+        """What helps a result that is of no use as it is; training comes last."""
+        remedies = []
+        if self._best_method != self.plan.method:
+            remedies.append(f"use --method {self._best_method.name}")
+
+        train = "train it"
+        if self.training_command:
+            train += f": {self.training_command}"
+        return [*remedies, train]
+
+    def _unmeasured(self) -> str:
         """What to do about a result whose method does not run the model.
 
         A method that reads the weights may leave a usable model, so it is to be measured; of one
         that reads nothing, no result was.
         """
-        remedy = " or ".join(remedies)
+        remedy = " or ".join(self._remedies())
         if self.plan.method.reads == "weights" and self._predicts_tokens:
             return f"measure it with gqa-eval, and unless the verdict is good, {remedy}"
         return f"the result is not usable until it is trained; {remedy}"
@@ -123,8 +125,7 @@ class Advice:
             return ""
 
         best = self._best_method
-        command = self.conversion_command(best)
-        if best != self.plan.method and command:
+        if best != self.plan.method and (command := self.conversion_command(best)):
             seconds, _ = estimate(self.plan, best, self.options.maps_options)
             takes = f"about {duration(seconds)} on {self._device}"
             return f"for better quality, use --method {best.name} ({takes}): {command}"
@@ -138,17 +139,16 @@ class Advice:
                 f"the default, before you uptrain it: {command}"
             )
 
-        command = self.training_command()
-        if not command:
+        if not self.training_command:
             return ""
         goal = "for better quality uptrain it"
         if self._fits_training:
-            return f"{goal}: {command}"
+            return f"{goal}: {self.training_command}"
         plan = (
             f"the defaults need about {size(self.training_memory)}; this is the plan of a run that "
             "needs less"
         )
-        return f"{goal} ({plan}): {command}"
+        return f"{goal} ({plan}): {self.training_command}"
 
     # ------------------------------------------------------------------------ what the model allows
 
@@ -196,6 +196,7 @@ class Advice:
         further += self._shared_options()
         return evaluation_line([self.options.model, str(self.out)], self._config, further)
 
+    @cached_property
     def training_command(self) -> str:
         """gqa-uptrain of the result, with the base model as its teacher; empty if it cannot be
         trained.

@@ -10,7 +10,7 @@ from typing import Any
 
 from gqa.checkpoint.hub import fetch_weights, open_model
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
-from gqa.checkpoint.provenance import PROVENANCE, request
+from gqa.checkpoint.provenance import PROVENANCE, describe_request
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.advice import Advice
 from gqa.convert.card import model_card
@@ -171,7 +171,7 @@ def convert(
         OutputError: The result could not be written or did not verify; nothing is left at the
         output.
     """
-    call = request(options, argv)
+    request = describe_request(options, argv)
     if plan.method.computes_maps and maps_options is None:
         maps_options = options.maps_options  # refuses a device that cannot be used
     output = output or open_output(options, plan)
@@ -183,8 +183,8 @@ def convert(
         record = ConvertedCheckpoint(plan, maps, watcher.update).write(
             output,
             PROVENANCE,
-            provenance(plan, maps, out, call),
-            {"README.md": model_card(plan, maps, output.out.name, call)},
+            provenance(plan, maps, out, request),
+            {"README.md": model_card(plan, maps, output.out.name, request)},
         )
 
     advice = Advice(plan, maps, options, out, record["source"])

@@ -14,7 +14,7 @@ from gqa.convert.plan import Plan
 from gqa.convert.summary import (
     BY_LAYER,
     cache_change,
-    plan_record,
+    cache_record,
     quality_loss,
     quality_text,
     size,
@@ -164,7 +164,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
     return [
         ("", "base model", "this model"),
         ("key/value heads", str(plan.config.main_heads.kv), kv_heads_text(plan.kv_heads)),
-        *cache_rows(plan_record(plan)["kv_cache"]),
+        *cache_rows(cache_record(plan.cache_before, plan.cache_after)),
         ("parameters", f"{base.parameters:,}", f"{plan.parameters_after:,}"),
         ("weights", size(base.nbytes), size(plan.total_bytes)),
     ]

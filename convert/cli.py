@@ -9,7 +9,7 @@ import itertools
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -72,7 +72,7 @@ Documentation: docs/converting.md in the repository
 
 @command_of(ConvertOptions, _EPILOG)
 def command(options: ConvertOptions) -> None:
-    """Write a copy of the checkpoint MODEL (a directory or a hub id) that has G KV heads.
+    """Convert MODEL (a directory or a hub id) into a checkpoint with G KV heads.
 
     With fewer KV heads, the KV cache is smaller, and some quality is lost: how much is measured and
     printed. MODEL is not changed.
@@ -102,9 +102,9 @@ def command(options: ConvertOptions) -> None:
 
         record = plan_record(plan) | {"dry_run": options.dry_run}
         if options.dry_run:
-            record |= _dry_run(plan, options)
+            record |= _dry_run(plan, record, options)
         else:
-            record |= _convert(plan, options)
+            record |= _convert(plan, record, options)
         if options.json:
             print_json(finite(record))
 
@@ -114,8 +114,11 @@ def _is_typed(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Convert, print the result, and return its part of the record, JSON-ready."""
+def _convert(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) -> dict[str, Any]:
+    """Convert, print the result, and return its part of the record, JSON-ready.
+
+    planned: The record of the plan.
+    """
     from gqa.convert.api import convert, open_output
     from gqa.convert.summary import error_lines, plan_lines, size
 
@@ -126,7 +129,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     with Watcher(options.quiet) as watcher:
         result = convert(plan, options, watcher, sys.argv[1:], output=output)
 
-    _say_lines(plan_lines(plan, tensors=options.verbose), options)
+    _say_lines(plan_lines(plan, planned, tensors=options.verbose), options)
     _say_lines(error_lines(result.maps), options)
     seconds = time.monotonic() - start
     _say(
@@ -154,8 +157,7 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     device = options.maps_options.device
     seconds, memory = estimate(plan, method, options.maps_options)
     text = f"estimate    about {duration(seconds)} on {device}"
-    faster = _faster_method(plan)
-    if seconds > _LONG and faster:
+    if seconds > _LONG and (faster := _faster_method(plan)):
         faster_seconds, _ = estimate(plan, faster, options.maps_options)
         text += (
             f"; --method {faster.name} takes about {duration(faster_seconds)}, but loses more: "
@@ -163,7 +165,7 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
             f"({method.name}: {method.example_ratio})"
         )
     _say(text, options)
-    _warn(_memory_warnings(plan, options, device, memory))
+    _warn(_memory_warnings(method, options, device, memory))
 
 
 def _faster_method(plan: Plan) -> Method | None:
@@ -177,10 +179,12 @@ def _faster_method(plan: Plan) -> Method | None:
     return compared[-1] if compared else None
 
 
-def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: int) -> list[str]:
-    """A warning if the plan's method takes more memory than there is.
+def _memory_warnings(
+    method: Method, options: ConvertOptions, device: str, memory: int
+) -> list[str]:
+    """A warning if a method takes more memory than there is.
 
-    memory: Bytes that the method takes on the device.
+    memory: Bytes that it takes on the device.
     """
     from gqa.convert.summary import size
     from gqa.core.devices import total_memory
@@ -190,18 +194,20 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
         return []
 
     advice = ""
-    generates_text = plan.method.reads == "text" and not options.is_set("data")
+    generates_text = method.reads == "text" and not options.is_set("data")
     if generates_text:
         advice = "; --data takes less, because nothing is sampled"
     return [
-        f"--method {plan.method.name} takes about {size(memory)} of memory; {device} has "
+        f"--method {method.name} takes about {size(memory)} of memory; {device} has "
         f"{size(total)}{advice}"
     ]
 
 
-def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
+def _dry_run(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, where its result would go, and time and memory of every method that the model
     allows.
+
+    planned: The record of the plan.
 
     Returns where the result would go, its size, the free space, and time and memory, JSON-ready.
     """
@@ -210,7 +216,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.estimate import duration, estimate
     from gqa.convert.summary import plan_lines, size
 
-    _say_lines(plan_lines(plan, tensors=options.verbose), options)
+    _say_lines(plan_lines(plan, planned, tensors=options.verbose), options)
 
     warnings: list[str] = []
     try:
@@ -236,7 +242,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
         _say(f"estimate    {method.name:12}{cost}", options)
         costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
         if method == plan.method:
-            warnings += _memory_warnings(plan, options, device, memory)
+            warnings += _memory_warnings(method, options, device, memory)
 
     _warn(warnings)
     _say("dry run     nothing was written", options)

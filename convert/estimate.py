@@ -104,5 +104,5 @@ def measure_flops(device: str, width: int, dtype: str = "float32") -> float:
 
 def _writing_memory(plan: Plan) -> int:
     """Bytes held while tensors are merged and written."""
-    largest = max((tensor.source.numel for tensor in plan.changed), default=0)
+    largest = max((tensor.source.numel for tensor in plan.changed_tensors), default=0)
     return _OVERHEAD_BYTES + _COPIES * DEFAULT_JOBS * _FLOAT32_BYTES * largest

@@ -89,9 +89,9 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Calibration tokens. Sources share them equally (general: a quarter, at most 12,288; "
-        "self:TOKENS is added). Up to a sixth of the tokens of self, at most 8,192, measure the "
-        "quality instead.",
+        "Calibration tokens, shared equally by the sources. general gets a quarter, at most "
+        "12,288; self:TOKENS is added to COUNT. Of self, up to a sixth (at most 8,192 tokens) is "
+        "kept to measure the quality.",
         tokens_type(),
         metavar="COUNT",
         setting="text",
@@ -232,7 +232,7 @@ class ConvertOptions(Options):
             text=text,
             grouping=self.grouping,
             refinement=refinement,
-            dtype=self.precision,
+            precision=self.precision,
             device=find_device(self.device),
             check=self.check,
         )

@@ -1,5 +1,5 @@
 """A plan: everything about a conversion that config and headers decide and, with --kv-budget, what
-was measured to choose the heads. Nothing changes it.
+was measured to choose the heads. It is frozen: no field is ever assigned.
 
 `make_plan` (planning.py) makes it; writer, card, record and summary read it.
 """
@@ -115,7 +115,7 @@ class Plan:
         return chain.from_iterable(shard.tensors for shard in self.shards)
 
     @property
-    def changed(self) -> list[OutputTensor]:
+    def changed_tensors(self) -> list[OutputTensor]:
         """The tensors whose heads are merged or repeated."""
         return [tensor for tensor in self.tensors if tensor.change is not None]
 

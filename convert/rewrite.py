@@ -114,14 +114,14 @@ class ConvertedCheckpoint(CheckpointWriter):
             self._cast(target, tensor, buffer)
         else:
             changed = self._changed_tensor(tensor.change, buffer)
-            write_tensor(target, _stored_as(changed, tensor), self._advance)
+            write_tensor(target, _cast_checked(changed, tensor), self._advance)
 
     def _cast(self, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
         """Write a tensor whose heads stay and that is cast, unpickled (`.bin`) or computed by a
         view, a bounded piece at a time.
         """
         for piece in _pieces(self.source, tensor.source, buffer):
-            write_tensor(target, _stored_as(piece, tensor), self._advance)
+            write_tensor(target, _cast_checked(piece, tensor), self._advance)
 
     def _advance(self, count: int) -> None:
         """Report bytes that are written. Raises _CancelledError if another shard has failed."""
@@ -136,7 +136,8 @@ class ConvertedCheckpoint(CheckpointWriter):
 
         Heads are merged in float32 (float64 for F64) and rounded once: to the stored dtype, or to
         that of --dtype. `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up
-        first if rounding comes later: with --dtype, or of what belongs to heads.
+        first if rounding comes later: with --dtype, or if the tensor is no projection (a norm, gate
+        or sink).
         """
         import torch
 
@@ -223,7 +224,7 @@ class ConvertedCheckpoint(CheckpointWriter):
             raise verification_error(str(error)) from error
 
 
-def _stored_as(numbers: Tensor, tensor: OutputTensor) -> Tensor:
+def _cast_checked(numbers: Tensor, tensor: OutputTensor) -> Tensor:
     """Numbers of a tensor in the dtype in which it is stored.
 
     Raises OutputError if some of them become infinite.
@@ -231,6 +232,7 @@ def _stored_as(numbers: Tensor, tensor: OutputTensor) -> Tensor:
     cast = stored_as(numbers, tensor.dtype)
     if cast.dtype == numbers.dtype or all_finite(cast):
         return cast
+    # Inf and NaN that were there before are no error.
     if not cast.isfinite().equal(numbers.isfinite()):
         raise OutputError(
             f"{tensor.source.name} has numbers too large for {tensor.dtype}; pass another --dtype"

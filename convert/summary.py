@@ -11,6 +11,7 @@ from typing import Any
 from gqa.checkpoint.provenance import relative_path, stamp, versions
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.family import kv_heads_text
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
 from gqa.core.errors import one_line
@@ -35,10 +36,8 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def kv_line(plan: Plan) -> str:
-    """KV-cache bytes before and after, per token and at the model's context."""
-    before = plan.cache_before
-    after = plan.cache_after
+def kv_line(before: KVCache, after: KVCache) -> str:
+    """Bytes of the KV cache before and after, per token and at the model's context."""
     ratio = before.bytes_at(1) / max(after.bytes_at(1), 1)
     text = (
         f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after"
@@ -155,7 +154,10 @@ def error_lines(maps: StoredMaps | None) -> list[str]:
     if maps is None or not maps.errors:
         return []
 
-    lines = ["layers      relative squared error of the attention output, layer by layer:"]
+    lines = [
+        "layers      relative squared error of the attention output (not of the model), layer by "
+        "layer:"
+    ]
     for start in range(0, len(maps.errors), _ERRORS_IN_LINE):
         cells = [_error_cell(error) for error in maps.errors[start : start + _ERRORS_IN_LINE]]
         lines.append(_INDENT + " ".join(cells).rstrip())
@@ -188,7 +190,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "source_shapes": [list(tensor.source.shape)],
             }
-            for tensor in plan.changed
+            for tensor in plan.changed_tensors
         ],
         "shards": [
             {"file": shard.file, "bytes": shard.nbytes, "tensors": len(shard.tensors)}
@@ -200,7 +202,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "after": plan.parameters_after,
             "saved": checkpoint.parameters - plan.parameters_after,
         },
-        "kv_cache": _cache_record(plan),
+        "kv_cache": cache_record(plan.cache_before, plan.cache_after),
         "warnings": list(plan.warnings),
     }
 
@@ -221,10 +223,8 @@ def _recast_record(plan: Plan) -> dict[str, Any] | None:
     return {"from": vars(source), "to": vars(target), "way": plan.checkpoint.view_kind}
 
 
-def _cache_record(plan: Plan) -> dict[str, Any]:
+def cache_record(before: KVCache, after: KVCache) -> dict[str, Any]:
     """The KV cache before and after, in bytes."""
-    before = plan.cache_before
-    after = plan.cache_after
     context = after.context
     bytes_at_context_before = None
     bytes_at_context_after = None
@@ -243,12 +243,14 @@ def _cache_record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_lines(plan: Plan, tensors: bool) -> list[str]:
+def plan_lines(plan: Plan, record: Mapping[str, Any], tensors: bool) -> list[str]:
     """The plan in lines for people.
 
-    `tensors`: whether to list every changed tensor with its shapes instead of their number.
+    Args:
+        plan: The plan.
+        record: Its `plan_record`.
+        tensors: Whether to list every changed tensor with its shapes instead of their number.
     """
-    record = plan_record(plan)
     lines = [f"model       {record['model']} ({record['model_type']}: {record['family']})"]
     if record["recast"]:
         classes = " -> ".join(map(str, plan.checkpoint.classes))
@@ -257,7 +259,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     heads = record["heads"]
     kv_heads = f"{heads['kv_before']} -> {kv_heads_text(plan.kv_heads)} KV"
     lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method.name})")
-    lines.append(f"KV cache    {kv_line(plan)}")
+    lines.append(f"KV cache    {kv_line(plan.cache_before, plan.cache_after)}")
 
     parameters = record["parameters"]
     saved = parameters["saved"]
@@ -277,7 +279,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
         return lines
 
-    for tensor in plan.changed:
+    for tensor in plan.changed_tensors:
         shapes = f"{list(tensor.source.shape)} -> {list(tensor.shape)}"
         lines.append(f"tensor      {tensor.name}: {shapes} {tensor.dtype}")
     return lines
@@ -333,7 +335,7 @@ def provenance(
         "heads": planned["heads"],
         "kv_cache": planned["kv_cache"],
         "config_edits": planned["config_edits"],
-        "changed_tensors": [tensor.name for tensor in plan.changed],
+        "changed_tensors": [tensor.name for tensor in plan.changed_tensors],
         "versions": {
             **versions("torch", "transformers", "safetensors"),
             "python": platform.python_version(),

@@ -171,16 +171,18 @@ def with_repeats(
         first: The first block that exists.
     """
     plain = read_block(index)
-    lead = int(plain.flat[0] == start)  # the first id, also where each has a mask
-    head = plain[:lead]
-    block = plain[lead:]
+    begins_with_start = plain.flat[0] == start  # the first id, also where each has a mask
+    start_length = int(begins_with_start)
+    start_tokens = plain[:start_length]
+    tokens = plain[start_length:]
+
     kind = _kind(index)
-    if kind == "plain" or len(block) < 2 * SHORTEST:
+    if kind == "plain" or len(tokens) < 2 * SHORTEST:
         return plain
 
     random = np.random.default_rng([seed, index])
     if kind == "random":
         numbers = range(max(first, index - EARLIER_BLOCKS), index)
-        before = [read_block(number)[lead:] for number in numbers]
-        block = random.choice(np.concatenate([*before, block]), len(block))
-    return np.concatenate([head, repeat_start(block, random)])
+        earlier = [read_block(number)[start_length:] for number in numbers]
+        tokens = random.choice(np.concatenate([*earlier, tokens]), len(tokens))
+    return np.concatenate([start_tokens, repeat_start(tokens, random)])

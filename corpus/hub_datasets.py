@@ -44,6 +44,8 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     if cause := local_cause(error):
         return cache_error(cause)
     if reason := hub_reason(error):
+        if _is_unknown(error):
+            reason = f"{reason.rstrip('.')}; check the name, or log in (hf auth login)"
         return CorpusError(f"there is no file or directory {name!r}, and {reason}")
 
     # The innermost error says most
@@ -54,3 +56,11 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
         message += "; check its name, your access to it and its files"
 
     return CorpusError(f"the dataset {name} cannot be loaded: {message}")
+
+
+def _is_unknown(error: BaseException) -> bool:
+    """Whether the hub has no repository of this name, or hides it from who is not logged in."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    kinds = (HFValidationError, RepositoryNotFoundError)
+    return any(isinstance(cause, kinds) for cause in error_chain(error))

@@ -46,14 +46,14 @@ class Passages:
     Attributes:
         hashes: Sorted and unique.
         short: The letters of texts with less than LENGTH, which are found as whole documents.
-        whole: Whether all of the text is in `hashes`, which has at most MOST.
+        has_all_text: Whether all passages of the text are in `hashes`, which has at most MOST.
         identity: A hash of the text.
         _filter: (2^_FILTER_BITS,) whether any of `hashes` has these upper bits.
     """
 
     hashes: Hashes
     short: frozenset[str]
-    whole: bool
+    has_all_text: bool
     identity: str
     _filter: NDArray[np.bool_]
 
@@ -64,7 +64,7 @@ class Passages:
         short = set[str]()
         count = 0
         digest = hashlib.sha256()
-        whole = True
+        has_all_text = True
 
         for text in texts:
             letters = letters_of(text)
@@ -74,14 +74,14 @@ class Passages:
                 continue
 
             hashes = _sorted_unique(_hashes(_codes(letters)))
-            whole = whole and count + len(hashes) <= MOST
+            has_all_text = has_all_text and count + len(hashes) <= MOST
             parts.append(hashes[: max(MOST - count, 0)])
             count += len(parts[-1])
 
         hashes = _sorted_unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
         present = np.zeros(1 << _FILTER_BITS, bool)
         present[_filter_index(hashes)] = True
-        return cls(hashes, frozenset(short), whole, digest.hexdigest(), present)
+        return cls(hashes, frozenset(short), has_all_text, digest.hexdigest(), present)
 
     def found_in(self, text: str) -> NDArray[np.int64]:
         """The numbers, in `hashes`, of the passages that occur in a text, with repetitions."""

@@ -256,8 +256,10 @@ def _open(path: Path) -> io.BufferedReader:
 
 
 def _read_text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """One row, whose only column is "text", as `columns` asks for."""
     with _open(path) as stream:
-        yield {column: io.TextIOWrapper(stream, encoding="utf-8-sig").read() for column in columns}
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig").read()
+    yield {"text": text}
 
 
 def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -293,30 +295,36 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     with _open(path) as stream:
         lines = enumerate(stream, 1)
         not_blank = ((number, line) for number, line in lines if _without_mark(line).strip())
-        start, first = next(not_blank, (0, b""))
-        first = _without_mark(first)
-        if not first:
-            return
+        start, line = next(not_blank, (0, b""))
+        first = _without_mark(line)
 
-        is_list = first.lstrip().startswith(b"[")
-        if is_list or not _is_json(first):
-            may_be_lines = _has_lines(path) and not is_list
-            # A broken first line of JSON Lines is no reason to read a large file
-            rest = stream.read(_MAX_VALUE + 1 if may_be_lines else -1)
-            if may_be_lines and len(rest) > _MAX_VALUE:
-                _parse_line(first, start, path)  # raises, and names the line
-            try:
-                whole = _parse(first + rest, str(path))
-            except CorpusError:
-                if may_be_lines:
-                    _parse_line(first, start, path)
-                raise
-            yield from enumerate(_rows_of_value(whole), 1)
-            return
+        if first.lstrip().startswith(b"["):
+            value = _parse(first + stream.read(), str(path))
+            yield from enumerate(_rows_of_value(value), 1)
+        elif first and not _is_json(first):
+            value = _value_of_lines(first, start, stream, path)
+            yield from enumerate(_rows_of_value(value), 1)
+        else:
+            for number, line in chain([(start, first)], lines):
+                if line.strip():
+                    yield number, _parse_line(line, number, path)
 
-        for number, line in chain([(start, first)], lines):
-            if line.strip():
-                yield number, _parse_line(line, number, path)
+
+def _value_of_lines(first: bytes, start: int, stream: io.BufferedReader, path: Path) -> Any:
+    """The one JSON value of a file whose first line, of number `start`, is no value by itself.
+
+    `stream` has the lines after it. Raises CorpusError, which names the line if the file may be
+    JSON Lines.
+    """
+    if not _has_lines(path):
+        return _parse(first + stream.read(), str(path))
+
+    # A broken first line of JSON Lines is no reason to read a large file
+    rest = stream.read(_MAX_VALUE + 1)
+    if len(rest) <= _MAX_VALUE:
+        with suppress(CorpusError):
+            return _parse(first + rest, str(path))
+    return _parse_line(first, start, path)  # raises
 
 
 def _has_lines(path: Path) -> bool:

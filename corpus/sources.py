@@ -25,8 +25,9 @@ _ROWS = 64  # read at a time
 Load = Callable[[Sequence[str], bool], Any]
 
 
-def _no_chats() -> None:
+def _no_chats() -> str | None:
     """The `chat_column` of data that has no columns."""
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """Blocks of a source that is too large to store: `datasets` streams it, and it is tokenized on the
 way.
 
-A stream is read in n lanes side by side; lane i has every nth shard (file) of the source from shard
-i on. Blocks come from the lanes in turn: block b of the stream is block b // n of lane b % n. So
-each process reads only the shards of its blocks. The number of lanes depends on the batch and the
-shards, not on the number of processes.
+A stream is read in *lanes*, side by side. Of n lanes, lane i has every nth shard (file) of the
+source from shard i on, and reads them from front to back. Blocks come from the lanes in turn: block
+b of the stream is block b // n of lane b % n. So each process reads only the shards of its blocks.
+The number of lanes depends on the batch and the shards, not on the number of processes.
+
+A *bookmark* says where all lanes are between two steps. A saved run has those of its processes, as
+JSON: its *saved lanes*, from which any number of processes can read on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -22,38 +26,60 @@ from gqa.corpus.encoders import Encoder
 from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.rows import row_digest
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import LOSS_MASK, Block, encode_rows, nothing_counts
+from gqa.corpus.tokens import LOSS_MASK, Block, Ints, encode_rows, nothing_counts
 
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
 
+# [lane, its next block, its state], JSON-ready: see `Bookmark.saved_lanes`
+SavedLane = list[Any]
 
-class LaneState(TypedDict, total=False):
-    """Where a lane is read on: after one of its blocks. Empty: at the start. Never changed in
-    place.
+
+@dataclass(frozen=True, eq=False)
+class LaneState:
+    """Where a lane is: after one of its blocks, or by default at its start.
+
+    Attributes:
+        next_block: The number, in this lane, of the block that is read next.
+        dataset_state: The state of the lane's data set after the last document that was read; None
+            before the first.
+        rest: (n,) or (n, 2) tokens of that document that are in no block yet.
+        any_token_counts: Whether any token so far counts in the loss.
     """
 
-    data: dict[str, Any] | None  # the state of its data set
-    rest: Any  # the tokens of its last document that are in no block yet; a list once saved
-    counts: bool  # whether any token so far counts in the loss
-    files: int  # the number of shards of the source
+    next_block: int = 0
+    dataset_state: dict[str, Any] | None = None
+    rest: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    any_token_counts: bool = False
 
 
-class Bookmark(NamedTuple):
-    """Where all lanes are, by lane: the number of the next block, and the state before it."""
+@dataclass(frozen=True, eq=False)
+class Bookmark:
+    """Where all lanes of a stream are.
 
-    next_numbers: list[int]
-    states: list[LaneState]
+    Attributes:
+        lanes: The state of each lane.
+        n_shards: How many shards the source has.
+    """
 
+    lanes: list[LaneState]
+    n_shards: int
 
-def saved_lanes_of(bookmark: Bookmark) -> list[Any]:
-    """`StreamedBlocks.saved_lanes` at a bookmark."""
-    saved_lanes = list[Any]()
-    by_lane = zip(bookmark.next_numbers, bookmark.states, strict=True)
-    for lane, (number, state) in enumerate(by_lane):
-        if number:  # else nothing of the lane has been read
-            saved_lanes.append([lane, number, state | {"rest": state["rest"].tolist()}])
-    return saved_lanes
+    @property
+    def saved_lanes(self) -> list[SavedLane]:
+        """The lanes of which anything has been read, as a state of a run has them."""
+        saved_lanes = list[SavedLane]()
+        for lane, state in enumerate(self.lanes):
+            if not state.next_block:
+                continue
+            saved = {
+                "data": state.dataset_state,
+                "rest": state.rest.tolist(),
+                "counts": state.any_token_counts,
+                "files": self.n_shards,
+            }
+            saved_lanes.append([lane, state.next_block, saved])
+        return saved_lanes
 
 
 class StreamedBlocks:
@@ -83,56 +109,49 @@ class StreamedBlocks:
         self.encoder = encoder
         self._heldout = heldout
         self._size = block_size
-        self._shards = source.n_shards
-        most_lanes = min(self._shards, _LANES, batch)
+        self._n_shards = source.n_shards
+        most_lanes = min(self._n_shards, _LANES, batch)
         self._n_lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
         self._lanes = [_Lane(partial(self._read, lane)) for lane in range(self._n_lanes)]
 
     def __str__(self) -> str:
         """The source and the number of lanes, on which the blocks depend."""
-        if self._shards == 1:
+        if self._n_shards == 1:
             return self.source.spec
-        return f"{self.source.spec} ({self._shards} files, {self._n_lanes} at a time)"
+        return f"{self.source.spec} ({self._n_shards} files, {self._n_lanes} at a time)"
 
     def __getitem__(self, index: int) -> Block:
         """Block `index`; its lane is read forward, or again from the start."""
         number, lane = divmod(index, self._n_lanes)
         return self._lanes[lane].read_to(number)
 
-    @property
-    def saved_lanes(self) -> list[Any]:
-        """`[lane, next block, state]` of each lane that this process has read, JSON-ready."""
-        return saved_lanes_of(self.bookmark())
-
     def bookmark(self) -> Bookmark:
-        """Where all lanes are, for `saved_lanes_of`; quick to take before every step."""
-        next_numbers = [lane.next_number for lane in self._lanes]
-        states = [lane.state for lane in self._lanes]
-        return Bookmark(next_numbers, states)
+        """Where all lanes are; quick to take before every step."""
+        return Bookmark([lane.state for lane in self._lanes], self._n_shards)
 
-    def seek(self, saved_lanes: list[Any]) -> None:
-        """Read on from the `saved_lanes` of all processes of a run, taken after the same step.
+    def seek(self, saved_lanes: Sequence[SavedLane]) -> None:
+        """Read on from the saved lanes of all processes of a run, taken after the same step.
 
-        If several have read a lane, from the furthest of theirs: no later step needs a block before
-        it.
+        If several processes have read a lane, it is read on from where the furthest of them was: no
+        later step needs a block before it.
 
         Raises RefusedError if the source had another number of shards then.
         """
-        for *_, state in saved_lanes:
-            self._check_files(state)
+        # States of earlier versions may have no `files` and `counts`
+        for _, _, saved in saved_lanes:
+            self._check_shards(saved.get("files", self._n_shards))
 
-        # Sorted: the furthest of a lane comes last, and replaces the others.
-        for lane, number, state in sorted(saved_lanes, key=lambda saved: saved[:2]):
-            rest = np.array(state["rest"], int)
-            self._lanes[lane].restart(number, state | {"rest": rest})
+        # The furthest of a lane comes last, and replaces the others
+        for lane, next_block, saved in sorted(saved_lanes, key=lambda saved_lane: saved_lane[:2]):
+            rest = np.array(saved["rest"], np.int64)
+            state = LaneState(next_block, saved["data"], rest, saved.get("counts", False))
+            self._lanes[lane].go_to(state)
 
-    def _check_files(self, state: LaneState) -> None:
-        """Raise RefusedError if the source had another number of shards in this state of a lane."""
-        # States of earlier versions have no such entry
-        before = state.get("files", self._shards)
-        if before != self._shards:
+    def _check_shards(self, before: int) -> None:
+        """Raise RefusedError if the source had another number of shards `before`."""
+        if before != self._n_shards:
             raise RefusedError(
-                f"{self.source.spec} has {plural(self._shards, 'file')}, but had {before:,} when "
+                f"{self.source.spec} has {plural(self._n_shards, 'file')}, but had {before:,} when "
                 "the run was saved; start over with --overwrite"
             )
 
@@ -140,12 +159,13 @@ class StreamedBlocks:
         """The blocks of a lane from a state on, each with the state after it."""
         part = self.source.shard(self._n_lanes, lane)
         documents = _LaneDocuments(part, self._tokens, self._name_of(lane), state)
-        for block, rest in pack(documents, self._size, state.get("rest", ())):
+        packed = pack(documents, self._size, state.rest)
+        for number, (block, rest) in enumerate(packed, state.next_block):
             state_after = LaneState(
-                data=documents.position,
+                next_block=number + 1,
+                dataset_state=documents.dataset_state,
                 rest=rest,
-                counts=documents.any_counts,
-                files=self._shards,
+                any_token_counts=documents.any_token_counts,
             )
             yield block, state_after
 
@@ -154,7 +174,7 @@ class StreamedBlocks:
         if self._n_lanes == 1:
             return self.source.spec
         return (
-            f"{self.source.spec} (of its {self._shards} files number {lane + 1} and each "
+            f"{self.source.spec} (of its {self._n_shards} files number {lane + 1} and each "
             f"{self._n_lanes} later)"
         )
 
@@ -171,44 +191,41 @@ class StreamedBlocks:
 
 
 class _Lane:
-    """The blocks of a lane, numbered from 0 on, which are read one after the other.
+    """The blocks of a lane, read one after the other.
 
     Attributes:
-        next_number: The number of the block that is read next.
-        state: Where the lane is read on for it.
+        state: Where the lane is.
     """
 
     def __init__(self, read: Callable[[LaneState], Iterator[tuple[Block, LaneState]]]) -> None:
         """`read`: the blocks from a state on, each with the state after it."""
         self._read = read
-        self.restart(0, LaneState())
+        self.go_to(LaneState())
 
-    def restart(self, number: int, state: LaneState) -> None:
-        """Read on with this block, from the state before it."""
-        self.next_number = number
+    def go_to(self, state: LaneState) -> None:
+        """Read on from this state."""
         self.state = state
         self._blocks = self._read(state)
 
     def read_to(self, number: int) -> Block:
-        """The block of this number: those before it are read too, from the start if it lies behind.
+        """The block of this number. Those before it are read too, from the start if it lies behind.
 
         Raises RefusedError and CorpusError.
         """
-        if number < self.next_number:
-            self.restart(0, LaneState())
+        if number < self.state.next_block:
+            self.go_to(LaneState())
 
-        while self.next_number <= number:
+        while self.state.next_block <= number:
             block, self.state = next(self._blocks)
-            self.next_number += 1
         return block
 
 
 class _LaneDocuments:
-    """The tokens of a lane's documents, from its state on.
+    """The tokens of a lane's documents, from a state of the lane on.
 
     Attributes:
-        position: State of the data set after the last document; None before the first.
-        any_counts: Whether any token so far counts in the loss.
+        dataset_state: As in `LaneState`, of the last document.
+        any_token_counts: As in `LaneState`.
     """
 
     def __init__(
@@ -219,8 +236,8 @@ class _LaneDocuments:
         state: LaneState,
     ) -> None:
         """`source` has the shards of the lane, which errors call `name`."""
-        self.position: dict[str, Any] | None = state.get("data")
-        self.any_counts = bool(state.get("counts"))
+        self.dataset_state = state.dataset_state
+        self.any_token_counts = state.any_token_counts
         self._source = source
         self._name = name
 
@@ -232,25 +249,25 @@ class _LaneDocuments:
             batch_size=_BATCH,
             remove_columns=columns,
         )
-        if self.position:
-            self._data.load_state_dict(self.position)
+        if self.dataset_state:
+            self._data.load_state_dict(self.dataset_state)
 
     def __iter__(self) -> Iterator[Any]:
         """The lane's documents, epoch after epoch.
 
-        `pack` takes one only when the one before is used up, so `position` is always that of the
-        document of `rest`. Raises RefusedError and CorpusError.
+        `pack` takes one only when the one before is used up, so `dataset_state` is always that of
+        the document whose `rest` is left. Raises RefusedError and CorpusError.
         """
-        is_continued = self.position is not None
-        first_epoch = self.position["epoch"] if self.position else 0
+        is_continued = self.dataset_state is not None
+        first_epoch = self.dataset_state["epoch"] if self.dataset_state else 0
         for epoch in count(first_epoch):
             self._data.set_epoch(epoch)
             documents = 0
             for row in self._source.read(self._data):
                 documents += 1
-                self.position = self._data.state_dict()
-                counts = LOSS_MASK not in row or any(row[LOSS_MASK])
-                self.any_counts = self.any_counts or counts
+                self.dataset_state = self._data.state_dict()
+                if LOSS_MASK not in row or any(row[LOSS_MASK]):
+                    self.any_token_counts = True
                 yield tokens_of_row(row)
 
             # Only what is left of the epoch in which a run was stopped may be empty
@@ -260,7 +277,7 @@ class _LaneDocuments:
                     f"{self._name} has no text to train on: it is empty, blank, or all held out; "
                     "pass other text"
                 )
-            if not self.any_counts:
+            if not self.any_token_counts:
                 raise RefusedError(nothing_counts(self._name))
 
 

@@ -17,7 +17,7 @@ import transformers
 from numpy.typing import NDArray
 
 from gqa.checkpoint.base_model import is_base_model
-from gqa.checkpoint.provenance import PROVENANCE, read_record, request, versions
+from gqa.checkpoint.provenance import PROVENANCE, describe_request, read_record, versions
 from gqa.core.console import Watcher
 from gqa.core.devices import on_main, out_of_memory, ranks
 from gqa.core.errors import NoMemoryError, alternatives, explain
@@ -80,7 +80,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
     )
     results = {} if results is None else results
     results |= {
-        **request(chosen, argv),
+        **describe_request(chosen, argv),
         "argv": [*argv],
         **environment(device),
         "models": models,
@@ -189,21 +189,29 @@ def _compare(
     comparison = Comparison(subjects[0], text, options, vocabulary)
     if recall_context:
         comparison.prepare_recall(recall_context)
+
     for subject, model in zip(subjects, models, strict=True):
         comparison.measure(subject, model)
-        # With --kl the base model is scored together with the first converted model.
-        if text and comparison.baseline_scores and "quality" not in models[0]:
-            models[0]["quality"] = measure_text(comparison.baseline_scores, text, compares=False)
+        # With --kl that of the base model is there only after the first converted model
+        if comparison.baseline_quality:
+            models[0].setdefault("quality", comparison.baseline_quality)
 
 
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models
     compared with it.
 
-    questions: About the context, if recall is measured.
-    baseline_head: The base model, if it stays in memory (with --kl).
-    baseline_scores: Arrays (tokens,) of the base model on the text, by name; empty until it is
-        scored.
+    When the base model is scored on the text:
+
+        without --kl         alone, before the others: one model is in memory at a time
+        with --kl            side by side with each converted model, so it stays in memory. Its own
+                             numbers come from the first of these passes, which saves one
+        with --kl, `alone`   side by side too, but its own numbers come from a pass of its own,
+                             before the others: for callers that need them then
+
+    Attributes:
+        questions: About the context, if recall is measured.
+        baseline_quality: Metrics of the base model on the text; empty until it is scored.
     """
 
     def __init__(
@@ -222,9 +230,10 @@ class Comparison:
         self._vocabulary = baseline.vocabulary if vocabulary is None else vocabulary
         self._prompts: list[list[int]] = []  # of greedy texts
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
+        self._baseline_head: ChunkedHead | None = None  # if the base model stays in memory
+        self._baseline_scores: Scores = {}  # arrays (tokens,) of the text, without BASELINE
         self.questions: Sequence[recall.Questions] = ()
-        self.baseline_head: ChunkedHead | None = None
-        self.baseline_scores: Scores = {}
+        self.baseline_quality: Record = {}
 
     def prepare_recall(self, context: int) -> None:
         """Make questions about up to `context` tokens of the text and of generated text of the
@@ -253,46 +262,52 @@ class Comparison:
 
     def measure(self, subject: Subject, record: Record, alone: bool = False) -> Record:
         """Add the measurements of a model to its record; first recall, which not every model
-        allows. With `options.kl` the base model is scored in lockstep with the second model, unless
-        it is measured `alone`.
+        allows.
+
+        alone: Score the base model at once, also with --kl.
         """
-        is_baseline = subject is self._baseline
-        waits = is_baseline and self._options.kl and not alone
         model = subject.load(self._options.precision, self._options.device)
         head = ChunkedHead(model)
-
         record |= numerics(model)
         if self.questions:
             record |= self._measure_recall(subject, head)
-        if self._text and not waits:
-            record |= self._measure_quality(subject, head, self._text)
-        if is_baseline and self._options.kl:
-            self.baseline_head = head
+
+        if subject is not self._baseline:
+            if self._text:
+                record |= self._measure_quality(subject, head, self._text)
+            return record
+
+        if self._text and (alone or not self._options.kl):
+            scores = self._score(subject, head, self._text.windows, "perplexity", arrays_read())
+            self._keep_baseline(scores, self._text)
+            record["quality"] = self.baseline_quality
+        if self._options.kl:
+            self._baseline_head = head
         return record
 
     def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> Record:
-        """Metrics of a model; of a converted model also those that compare with the base model."""
+        """Metrics of a converted model, and those that compare it with the base model."""
         scores = self._score(
-            subject,
-            head,
-            text.windows,
-            "perplexity",
-            arrays=arrays_read(),
-            baseline=self.baseline_head,
+            subject, head, text.windows, "perplexity", arrays_read(), self._baseline_head
         )
-        quality = {"quality": measure_text(scores, text, compares=False)}
-        if subject is self._baseline:
-            self.baseline_scores = scores
-            return quality
-
-        if not self.baseline_scores:
-            self.baseline_scores = {
+        if not self._baseline_scores:
+            of_baseline = {
                 name.removeprefix(BASELINE): array
                 for name, array in scores.items()
                 if name.startswith(BASELINE)
             }
-        scores |= {BASELINE + name: array for name, array in self.baseline_scores.items()}
-        return quality | {"against_baseline": measure_text(scores, text, compares=True)}
+            self._keep_baseline(of_baseline, text)
+
+        scores |= {BASELINE + name: array for name, array in self._baseline_scores.items()}
+        return {
+            "quality": measure_text(scores, text, compares=False),
+            "against_baseline": measure_text(scores, text, compares=True),
+        }
+
+    def _keep_baseline(self, scores: Scores, text: Text) -> None:
+        """Keep the base model's arrays (tokens,), with which the others are compared."""
+        self._baseline_scores = scores
+        self.baseline_quality = measure_text(scores, text, compares=False)
 
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
         """Recall, and agreement with the base model's greedy texts."""
@@ -308,7 +323,7 @@ class Comparison:
         windows = list[Window]()
         for question in self.questions:
             windows += question.windows
-        scores = self._score(subject, head, [*windows, *self._texts], "recall", arrays=["hits"])
+        scores = self._score(subject, head, [*windows, *self._texts], "recall", ["hits"])
         answered = sum(window.scored for window in windows)
         return {
             "recall": recall.summarize(self.questions, scores["hits"][:answered]),

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gqa.corpus.statistics import mean_and_error, paired_ratio
 from gqa.eval.page import Column, format_number
-from gqa.eval.scoring import COMPARISONS, Scores
+from gqa.eval.scoring import Scores
 from gqa.eval.text import Text
 
 Numbers = dict[str, Any]  # JSON-ready
@@ -82,11 +82,6 @@ class Metric:
     def section(self) -> str:
         """The part of a model's record that has its keys."""
         return "against_baseline" if self.compares else "quality"
-
-    @property
-    def needs_both_models(self) -> bool:
-        """Whether both models must be in memory at once, as with --kl."""
-        return not COMPARISONS.keys().isdisjoint(self.arrays)
 
     def is_measured(self, model: Mapping[str, Any]) -> bool:
         """Whether the record of a model has this metric."""
@@ -213,6 +208,7 @@ METRICS = (
         study_columns=(
             Column("nats/token", "{loss:.4f}"),
             Column("above base", "{loss_increase:+.4f}"),
+            # Of the perplexity ratio below, exp(loss_increase): its interval stands beside it
             Column(
                 "95% of the ratio", "{perplexity_ratio_low:,.3f} - {perplexity_ratio_high:,.3f}"
             ),

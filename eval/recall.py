@@ -189,7 +189,8 @@ def _look_ups(
         lines = [[int(key), *colon, int(value), *newline] for key, value in pairs]
         return list(chain.from_iterable(lines))
 
-    # Scored from the first value that is asked for.
+    # A line is key, colon, value, newline. The lines at the end are scored from their first value
+    # on, so the first scored token is an answer, and then one every `line` tokens.
     scored = PAIRS * line - 1 - len(colon)
     windows = []
     for start in np.linspace(0, len(filler) - between, _sequences(length)).astype(int):

@@ -50,8 +50,14 @@ def verdicts(results: Record) -> list[Verdict]:
 
 
 def is_measured(model: Record) -> bool:
-    """Whether a model's record has the quality or the recall of the model."""
-    return "quality" in model or "recall" in model
+    """Whether a model's record has its quality, its recall or the time of its decoding."""
+    return "quality" in model or "recall" in model or bool(_decode_points(model))
+
+
+def _decode_points(model: Record) -> list[Record]:
+    """The points at which decoding was timed."""
+    points: list[Record] = model.get("decode", {}).get("points", [])
+    return points
 
 
 def _level(first: Record, model: Record) -> Level | None:
@@ -65,7 +71,7 @@ def _level(first: Record, model: Record) -> Level | None:
 
 def loss_of_model(first: Record, model: Record) -> Loss:
     """The quality that a model has lost against the first, as far as it was measured."""
-    against = model.get("against_baseline", {}) if "quality" in model else {}
+    against = model.get("against_baseline", {})
     recall_loss = None
     if "recall" in first and "recall" in model:
         before = recall_by_kind(first)
@@ -146,14 +152,14 @@ def tables(results: Record) -> list[Table]:
     """Tables of what a record has measurements of, and of the memory that models take."""
     models: list[Record] = results["models"]
     built = []
-    if "text" in results:
+    if any("quality" in model for model in models):
         built.append(_quality(models, results["text"]))
     if _is_any_measured(metrics_of_table("distributions"), models):
         built.append(_distributions(models))
     if any(model.get("recall") for model in models):
         built.append(_recall(models, results["recall"]))
     built.append(_cache(models, results.get("memory")))
-    if any(model.get("decode") for model in models):
+    if all(_decode_points(model) for model in models):
         built.append(_decode(models))
     return built
 
@@ -180,10 +186,14 @@ def _of_section(column: Column, section: str) -> Column:
 
 def _quality(models: list[Record], text: Record) -> Table:
     metrics = metrics_of_table("quality")
-    dtypes = " and ".join(dict.fromkeys(model["dtype"] for model in models if "dtype" in model))
-    note = "; ".join([describe_text(text), f"in {dtypes}", *_notes(metrics)])
+    note = "; ".join([describe_text(text), f"in {_distinct(models, 'dtype')}", *_notes(metrics)])
     columns = [_NAME, Column("KV heads", "{heads[kv]}"), *_columns(metrics)]
     return table(f"Quality on {text['data']}", columns, models, note)
+
+
+def _distinct(records: Sequence[Record], key: str) -> str:
+    """The different values that records have: `float32`, or `float32 and bfloat16`."""
+    return " and ".join(dict.fromkeys(record[key] for record in records if key in record))
 
 
 def _notes(metrics: Sequence[Metric]) -> list[str]:
@@ -276,16 +286,20 @@ def _decode(models: list[Record]) -> Table:
         columns.append(Column("speedup", "{speedup:.2f}"))
     columns.append(Column("prefill", lambda point: f"{1e3 * point['prefill_seconds']:,.1f} ms"))
 
+    points_of_models = [_decode_points(model) for model in models]
     records = []
-    points_of_models = [model["decode"]["points"] for model in models]
-    for points in zip(*points_of_models, strict=True):
+    # Not strict: an interruption may come between two models
+    for points in zip(*points_of_models, strict=False):
         for model, point in zip(models, points, strict=True):
             factor = points[0]["seconds_per_token"] / point["seconds_per_token"]
             records.append(point | {"name": model["name"], "speedup": factor})
 
     decode = models[0]["decode"]
-    note = "median of {repeats} interleaved repeats of {steps} tokens, {attention}, {dtype}"
-    return table("Decoding", columns, records, note.format_map(decode | decode["points"][0]))
+    note = (
+        f"median of {decode['repeats']} interleaved repeats of {decode['steps']} tokens, "
+        f"{_distinct(records, 'attention')}, {_distinct(records, 'dtype')}"
+    )
+    return table("Decoding", columns, records, note)
 
 
 def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirectory | None]:

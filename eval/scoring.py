@@ -195,11 +195,12 @@ def _computed(arrays: Collection[str] | None) -> set[str]:
 
 def _check_finite(head: ChunkedHead, nats: NDArray[Any]) -> None:
     """Raise RefusedError unless all nats (n,) of a model are finite."""
-    if not np.isfinite(nats).all():
-        raise RefusedError(
-            f"{head.model.name_or_path}: logits are not finite; look for NaN in the weights, or "
-            "pass --precision float32"
-        )
+    if np.isfinite(nats).all():
+        return
+    advice = "look for NaN in the weights"
+    if head.model.dtype != torch.float32:
+        advice += ", or pass --precision float32"
+    raise RefusedError(f"{head.model.name_or_path}: logits are not finite; {advice}")
 
 
 def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,25 @@ from gqa.eval.subjects import Subject
 # Default: for a model with 128k positions, windows of 128k tokens would take hours
 MAX_CONTEXT = 2048
 _ENOUGH_DOCUMENTS = 30  # to resample documents; with fewer, windows are resampled
+_NOT_COMPARABLE = (
+    "so their losses per token are not comparable; pass conversions of one checkpoint, or evaluate "
+    "each alone and compare bits per byte"
+)
+
+
+class CutDocument(NamedTuple):
+    """A document, or the target of a pair, as it is scored.
+
+    Attributes:
+        text: What its scored tokens spell, whose bytes and words count.
+        windows: Its tokens in windows; none if it has no tokens.
+        is_cut: Whether the windows have less of it than `text`: a pair that is longer than the
+            context.
+    """
+
+    text: str
+    windows: list[Window]
+    is_cut: bool = False
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
@@ -63,8 +82,8 @@ def check_target_column(subject: Subject, target_column: str | None) -> None:
                 "remove --target-column"
             )
         raise RefusedError(
-            f"{subject.name} is an encoder-decoder, which predicts a column of its own; pass that "
-            "column with --target-column"
+            f"{subject.name} is an encoder-decoder, so it needs pairs; name the column of targets "
+            "with --target-column"
         )
 
 
@@ -72,20 +91,17 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per
     token are not comparable. `sample`: text on which tokenizers with equal vocabularies may differ.
     """
-    traits: dict[str, Callable[[Subject], Any]] = {
-        "tokenizers": lambda one: (
-            one.tokenizer.get_vocab(),
-            one.tokenizer(sample, verbose=False)["input_ids"],
-        ),
-        "kinds of models (one is an encoder-decoder)": lambda one: one.config.is_encoder_decoder,
-    }
     first = subjects[0]
-    for (name, trait), subject in product(traits.items(), subjects[1:]):
-        if trait(subject) != trait(first):
+    tokens_of_first = _tokenization(first, sample)
+    for subject in subjects[1:]:
+        if _tokenization(subject, sample) != tokens_of_first:
             raise RefusedError(
-                f"{first.name} and {subject.name} have different {name}, so their losses per "
-                "token are not comparable; pass conversions of one checkpoint, or evaluate each "
-                "alone and compare bits per byte"
+                f"{first.name} and {subject.name} have different tokenizers, {_NOT_COMPARABLE}"
+            )
+        if subject.config.is_encoder_decoder != first.config.is_encoder_decoder:
+            raise RefusedError(
+                f"one of {first.name} and {subject.name} is an encoder-decoder and the other is "
+                f"not, {_NOT_COMPARABLE}"
             )
 
     # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
@@ -97,6 +113,12 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
             "tokens of its tokenizer, fewer than that of another model, so losses per token are "
             "not comparable; pass conversions of one checkpoint"
         )
+
+
+def _tokenization(subject: Subject, sample: str) -> tuple[dict[str, int], list[int]]:
+    """The vocabulary of a checkpoint's tokenizer, and the token ids that it gives for a text."""
+    ids: list[int] = subject.tokenizer(sample, verbose=False)["input_ids"]
+    return subject.tokenizer.get_vocab(), ids
 
 
 def check_templates_agree(subjects: Sequence[Subject]) -> None:
@@ -164,20 +186,34 @@ def cut_text(
     rows: Iterable[tuple[str, ...]],
     context: int,
     max_tokens: int | None,
+    limit_option: str = "--tokens",
 ) -> Text:
     """Cut rows (a text, a chat, or source and target for encoder-decoders) into windows of the
     first checkpoint's tokens.
 
-    Raises CorpusError, and RefusedError for too little text or a token id outside a model's
-    vocabulary.
+    Args:
+        subjects: All checkpoints.
+        rows: What is cut.
+        context: Tokens of a window.
+        max_tokens: Tokens that are scored at most.
+        limit_option: The option that `max_tokens` is from, for errors.
+
+    Raises:
+        CorpusError: The text cannot be used.
+        RefusedError: There is too little text, or it has a token id outside a model's vocabulary.
     """
     first = subjects[0]
     if first.encoder:
-        text = make_text(pair_windows(rows, first.encoder, context, max_tokens), "pairs", context)
+        documents = pair_windows(rows, first.encoder, context, max_tokens)
+        text = make_text(documents, "pairs", context)
+        least = 1
     else:
         encoders = Encoders(first.tokenizer, first.name, text_encoder=HarnessEncoder)
-        windows = document_windows(rows, encoders, context, max_tokens)
-        text = make_text(windows, "rolling", context, least=min(context, max_tokens or context))
+        documents = document_windows(rows, encoders, context, max_tokens)
+        text = make_text(documents, "rolling", context)
+        least = min(context, max_tokens or context)
+    if text.tokens < least:
+        raise _too_little_text(text, least, limit_option)
 
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
@@ -185,35 +221,38 @@ def cut_text(
     return text
 
 
+def _too_little_text(text: Text, least: int, limit_option: str) -> RefusedError:
+    """The error for a text of less than `least` tokens."""
+    given = f"the text has {plural(text.tokens, 'token')}"
+    if text.protocol == "pairs":
+        return RefusedError(f"{given} in its targets; pass pairs whose targets are not empty")
+    if least < text.context:
+        return RefusedError(
+            f"{given}, less than {limit_option} {least}; pass more text, or a smaller "
+            f"{limit_option}"
+        )
+    return RefusedError(
+        f"{given}, less than one window of {text.context:,}; pass more text, or a smaller --context"
+    )
+
+
 def make_text(
-    documents: Iterable[tuple[str, list[Window], bool]],
-    protocol: Literal["rolling", "pairs"],
-    context: int,
-    least: int = 1,
+    documents: Iterable[CutDocument], protocol: Literal["rolling", "pairs"], context: int
 ) -> Text:
-    """Collect `documents`: each is the scored text, its windows, and whether they are cut to the
-    context. Words and bytes count the whole text. Raises RefusedError for less than `least` tokens.
-    """
+    """Collect documents. Their words and bytes are those of their whole texts."""
     windows = list[Window]()
     documents_read = 0
     n_bytes = 0
     words = 0
     cuts = 0
-    for text, parts, cut in documents:
-        windows += parts
+    for document in documents:
+        windows += document.windows
         documents_read += 1
-        n_bytes += len(text.encode())
+        n_bytes += len(document.text.encode())
         # As lm-evaluation-harness: counts empty words at the ends
-        words += len(re.split(r"\s+", text))
-        cuts += cut
-
-    result = Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
-    if result.tokens < least:
-        raise RefusedError(
-            f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; "
-            "pass more text, or a smaller --context"
-        )
-    return result
+        words += len(re.split(r"\s+", document.text))
+        cuts += document.is_cut
+    return Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
 
 
 def document_windows(
@@ -221,7 +260,7 @@ def document_windows(
     encoders: Encoders,
     context: int,
     max_tokens: int | None = None,
-) -> Iterator[tuple[str, list[Window], bool]]:
+) -> Iterator[CutDocument]:
     """Encode texts and chats, cut after `max_tokens`, and cut into windows as
     lm-evaluation-harness does: every token of every document is scored once.
 
@@ -232,16 +271,22 @@ def document_windows(
     left = max_tokens or sys.maxsize
     for number, row in enumerate(rows):
         encoder = encoders.chats if isinstance(row, Chat) else encoders.text
-        ((text, ids, _),) = encoder.encode(row)
+        (encoded,) = encoder.encode([row[0]])
+        text = encoded.text
+        ids = encoded.tokens
 
-        if len(ids) > left:
-            text = encoder.beginning(text, left)
-            ids = ids[:left]
-        left -= len(ids)
-
-        if encoder.starts_documents and ids[:1] == [prefix]:
+        # What the template writes first is the prefix, which is not scored
+        has_prefix = encoder.starts_documents and ids[:1] == [prefix]
+        most_ids = left + has_prefix
+        if len(ids) > most_ids:
+            text = encoder.beginning(text, most_ids)
+            ids = ids[:most_ids]
+        if has_prefix:
+            text = text.removeprefix(encoders.tokenizer.convert_ids_to_tokens(prefix))
             ids = ids[1:]
-        yield text, [*rolling_windows(ids, context, prefix, number)], False
+
+        yield CutDocument(text, [*rolling_windows(ids, context, prefix, number)])
+        left -= len(ids)
         if not left:
             break
 
@@ -251,7 +296,7 @@ def pair_windows(
     encoder: PairEncoder,
     context: int,
     max_tokens: int | None = None,
-) -> Iterator[tuple[str, list[Window], bool]]:
+) -> Iterator[CutDocument]:
     """One window per pair for an encoder-decoder, until they have `max_tokens`: every target token
     is scored, after the decoder start token. Sources and targets are cut to the context; pairs with
     an empty target are skipped.
@@ -268,7 +313,8 @@ def pair_windows(
             source_text_ids, target_text_ids, context
         )
         window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
-        yield target, [window], encoder.cuts(source_text_ids, target_text_ids, context)
+        is_cut = encoder.cuts(source_text_ids, target_text_ids, context)
+        yield CutDocument(target, [window], is_cut)
         number += 1
 
         left -= len(target_ids)

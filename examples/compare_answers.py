@@ -18,11 +18,25 @@ from pathlib import Path
 Scores = dict[tuple[str, str, str], dict[int, float]]
 
 
+def newest_answers(directory: Path) -> dict[str, Path]:
+    """For each task the file of its last run: lm_eval writes DIRECTORY/MODEL/samples_TASK_DATE."""
+    files = [*directory.rglob("samples_*.jsonl")]
+    models = sorted({str(path.parent) for path in files})
+    if len(models) > 1:
+        sys.exit(
+            f"error: {directory} has answers of several models ({', '.join(models)}); move all but "
+            "one of these directories away"
+        )
+    newest: dict[str, Path] = {}
+    for path in sorted(files, key=lambda path: path.stem.rpartition("_")[2]):
+        newest[path.stem.removeprefix("samples_").rpartition("_")[0]] = path
+    return newest
+
+
 def read_scores(directory: Path) -> Scores:
     """The scores that are numbers; of several runs of a task, those of the last."""
     scores: Scores = {}
-    for path in sorted(directory.rglob("samples_*.jsonl")):
-        task = path.stem.removeprefix("samples_").rsplit("_", 1)[0]
+    for task, path in newest_answers(directory).items():
         with path.open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         for row in rows:

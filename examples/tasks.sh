@@ -1,11 +1,12 @@
 #!/bin/sh
-# Run tasks of lm_eval on a model in vLLM (or transformers). Scores and answers go to the directory tasks-NAME.
+# Run tasks of lm_eval on a model in vLLM (or transformers). Scores and answers go to the directory
+# tasks-NAME, which must not exist yet.
 #
 #     sh tasks.sh NAME MODEL CONTEXT [OPTION=VALUE ...]
 #
 # CONTEXT is the most tokens of a prompt and its answer. OPTION is an option of vLLM, such as
-# kv_cache_dtype=fp8. It follows the documentation of lm_eval 0.4.13 and vLLM 0.32.0, and was not
-# run with them. docs/guide-7b.md uses it.
+# kv_cache_dtype=fp8. It was run with lm_eval 0.4.13 in transformers on a CPU; its options of vLLM
+# follow the documentation of 0.32.0. docs/guide-7b.md uses it.
 set -eu
 
 # Tasks like your use, at which the base model is good
@@ -22,6 +23,19 @@ if [ $# -lt 3 ]; then
 fi
 name=$1 model=$2 context=$3
 shift 3
+
+if [ -e "tasks-$name" ]; then
+    echo "error: tasks-$name exists: pass another NAME, or move tasks-$name away" >&2
+    exit 1
+fi
+if [ "$ENGINE" = hf ]; then
+    case " $*" in
+        *" kv_cache_dtype="*)
+            echo "error: kv_cache_dtype is an option of vLLM: leave it out with ENGINE=hf" >&2
+            exit 1
+            ;;
+    esac
+fi
 
 # add_bos_token: each prompt begins with the start token, as in the server
 arguments="pretrained=$model,add_bos_token=True"

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from gqa.convert.summary import describe_quality, loss_of
+from gqa.convert.verdict import MEANINGS
 
 PROMPT = '''def read_lines(path):
     """Return the lines of a text file."""
@@ -29,7 +30,7 @@ NEW_TOKENS = 48
 NARROWEST = 30  # characters of a column
 ADVICE = (
     "Compare how fluent the texts are, not whether they are right: {sizes}. After the first "
-    "different token each model goes on from its own text."
+    "different token each model goes on from its own text. One text shows little."
 )
 
 
@@ -91,7 +92,9 @@ def measured(model_name: str) -> str:
     cache = conversion["kv_cache"]
     factor = cache["bytes_per_token_before"] / cache["bytes_per_token_after"]
     text = describe_quality(quality, "text that the base model generated")
-    return f"{loss_of(quality).level}: KV cache {factor:.3g}x smaller, {text}"
+    level = loss_of(quality).level
+    meaning = f"{level} ({MEANINGS[level]})" if level else "not measured"
+    return f"{meaning}: KV cache {factor:.3g}x smaller, {text}"
 
 
 def main() -> None:

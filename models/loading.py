@@ -89,7 +89,7 @@ def _refuse_adapter(directory: str) -> None:
     """
     if (Path(directory) / "adapter_config.json").exists():
         raise RefusedError(
-            f"{directory} has an adapter beside its weights (adapter_config.json), which would be "
+            f"{directory} has an adapter next to its weights (adapter_config.json), which would be "
             "applied to them: remove the adapter's files if it is merged already, else merge it "
             "first (peft: merge_and_unload)"
         )

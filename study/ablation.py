@@ -14,10 +14,12 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa.checkpoint.hub import error_chain
 from gqa.checkpoint.write import write_text
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.planning import make_plan
 from gqa.core.console import SILENT, Watcher, is_interactive
+from gqa.core.devices import out_of_memory
 from gqa.core.errors import (
     DivergedError,
     NoMemoryError,
@@ -41,7 +43,7 @@ from gqa.study.columns import row_numbers
 from gqa.study.directory import StudyDirectory
 from gqa.study.options import UNMERGED, AblateOptions, Cell
 from gqa.uptrain.build_data import build_data
-from gqa.uptrain.data_sources import heldout_sources
+from gqa.uptrain.data_sources import validation_sources
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
 
@@ -49,10 +51,25 @@ if TYPE_CHECKING:
     from gqa.convert.plan import Plan
 
 
+# What the row of a failed cell advises
+_WITHOUT_MEMORY = "stop other programs on the device, and repeat the command without --overwrite"
+_IN_ANOTHER_STUDY = "in another study (another directory with -o)"
+
+
 class Ablation:
     """A study: checks all options when constructed, measures its cells in `run`.
 
     Nothing is written before `run`.
+
+    Attributes:
+        options: With the path of the base model.
+        commands: Function from a cell to the commands that make its model, with the base model as
+            the caller named it.
+        base: The base model.
+        cells: All cells, the base model's first.
+        text: The validation text, on which all cells are measured.
+        identity: What all rows of the study have in common, JSON-ready.
+        directory: Where the study is.
     """
 
     def __init__(self, options: AblateOptions) -> None:
@@ -60,33 +77,29 @@ class Ablation:
         options.refuse_conflicts()
         if not options.model:
             raise RefusedError("no model was passed; pass a directory or a hub id")
-        self.subject = open_subjects([options.model], options.trust_remote_code)[0]
-        # Conversions of cells that failed, and that the next run can continue
-        self._kept = set[str]()
-        self._commands = options.commands  # with the model as the caller named it
-        self.options = options = replace(options, model=self.subject.path)
-        self._directory = StudyDirectory(options.output)
-        check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
-        check_target_column(self.subject, options.target_column)
+        self.commands = options.commands
+        self.base = open_subjects([options.model], options.trust_remote_code)[0]
+        self.options = options = replace(options, model=self.base.path)
+        self.directory = StudyDirectory(options.output)
+        check_predicts_tokens(self.base.config, self.base.name, options.trust_remote_code)
+        check_target_column(self.base, options.target_column)
 
         plans = self._plan_conversions()
         self.cells = options.cells(plans[0].config.main_heads.kv)
-        self._text = self._read_heldout()
+        self.text = self._read_validation_text()
         if any(plan.method.reads == "text" for plan in plans):
             options.maps_options.text.check_sources(
-                self.subject.checkpoint, flag("calibration_tokens")
+                self.base.checkpoint, flag("calibration_tokens")
             )
         self._check_training()
-        self._identity: rows.Row = json.loads(
-            json.dumps(
-                {
-                    **options.identity(self.subject.checkpoint, self.subject.name),
-                    "content of the data": self._data_digest(),
-                    "content of the held-out text": self._heldout_digest(),
-                }
-            )
-        )
-        self._directory.check(self._identity, options.overwrite)
+
+        identity = {
+            **options.identity(self.base.checkpoint, self.base.name),
+            "content of the data": self._data_digest(),
+            "content of the validation text": self._validation_digest(),
+        }
+        self.identity: rows.Row = json.loads(json.dumps(identity))  # as it is read back
+        self.directory.check(self.identity, options.overwrite)
 
     def _plan_conversions(self) -> list[Plan]:
         """The plan of each method and number of KV heads, or of 1 where no number is given.
@@ -96,7 +109,7 @@ class Ablation:
         """
         counts = self.options.kv_heads or (1,)
         plans = [
-            make_plan(self.subject.checkpoint, groups, method)
+            make_plan(self.base.checkpoint, groups, method)
             for method, groups in product(self.options.methods, counts)
         ]
 
@@ -104,13 +117,13 @@ class Ablation:
         if max(counts) > heads:
             raise RefusedError(
                 f"--kv-heads {max(counts)} is more than the {heads} KV heads of "
-                f"{self.subject.name}; pass divisors of {heads}"
+                f"{self.base.name}; pass divisors of {heads}"
             )
         return plans
 
     def _check_training(self) -> None:
         """Raise RefusedError if the data is less than a step of any training needs."""
-        base = self.subject
+        base = self.base
         for alpha in self.options.alphas:
             if not alpha:
                 continue
@@ -131,33 +144,34 @@ class Ablation:
         )
         return row_digest(" ".join(source.identify() for source in sources)).hex()
 
-    def _heldout_digest(self) -> str:
-        """A hash of the tokens of the held-out text."""
-        windows = [window.source + window.ids for window in self._text.windows]
+    def _validation_digest(self) -> str:
+        """A hash of the tokens of the validation text."""
+        windows = [window.source + window.ids for window in self.text.windows]
         return row_digest(repr(windows)).hex()
 
-    def _read_heldout(self) -> Text:
-        """Held-out documents or pairs, in the order of a hash of their text, so --eval-tokens takes
-        a random sample.
+    def _read_validation_text(self) -> Text:
+        """Documents or pairs, of which --eval-tokens takes a random sample: they are in the order
+        of a hash of their text.
 
         Raises RefusedError if there are none, and CorpusError.
         """
-        subject = self.subject
         options = self.options
-        training = options.training(None, Path(subject.path), options.output)
+        training = options.training(None, Path(self.base.path), options.output)
         training.check(1)
-        sources = heldout_sources(training)
+        sources = validation_sources(training)
         if not sources:
             raise RefusedError(
-                "there is no held-out text; pass --heldout SOURCE, or --heldout-fraction to hold "
-                "out documents of the data"
+                "there is no validation text; pass --validation SOURCE, or hold out documents of "
+                "the data with --validation-fraction"
             )
-        context = choose_context([subject], options.context)
+        context = choose_context([self.base], options.context)
         documents = list[tuple[str, ...]]()
         for source in sources:
             documents += source.rows()
         documents.sort(key=lambda row: row_digest(*row))
-        return cut_text([subject], documents, context, options.eval_tokens)
+        return cut_text(
+            [self.base], documents, context, options.eval_tokens, limit_option="--eval-tokens"
+        )
 
     def run(self, argv: Sequence[str] = ()) -> None:
         """Measure every cell that has no row yet; `argv`: the command's arguments.
@@ -169,63 +183,90 @@ class Ablation:
         evaluation = options.evaluation  # refuses a device before anything is removed
         # Before anything of ours is in the directory: another study may have been made in it since
         # it was checked.
-        self._directory.check(self._identity, options.overwrite)
-        with self._directory.held():
-            self._directory.check(self._identity, options.overwrite)
+        self.directory.check(self.identity, options.overwrite)
+        with self.directory.held():
+            self.directory.check(self.identity, options.overwrite)
             if options.overwrite or not rows.read_rows(options.output):
-                self._directory.start_over()
+                self.directory.start_over()
 
             rows_before = rows.read_rows(options.output)
             measured = [cell for cell, row in rows_before.items() if not row["error"]]
             cells = [cell for cell in self.cells if cell not in measured]
+            kept: set[str] = set()
             if cells:
-                self._measure(cells, evaluation, argv)
-            self._directory.remove_work(self._kept)
+                # In a log there is a line of each cell
+                with Watcher(options.quiet or not is_interactive()) as watcher:
+                    measurement = _Measurement(self, evaluation, argv, watcher)
+                    measurement.measure(cells)
+                kept = measurement.kept
+            self.directory.remove_work(kept)
 
-    def _measure(
-        self, cells: Sequence[Cell], evaluation: EvaluateOptions, argv: Sequence[str]
+
+class _Measurement:
+    """One run of a study: measures cells and appends their rows.
+
+    Attributes:
+        kept: Conversions of cells that failed, and that the next run can continue.
+    """
+
+    def __init__(
+        self, study: Ablation, evaluation: EvaluateOptions, argv: Sequence[str], watcher: Watcher
     ) -> None:
-        """Measure these cells, the base model's first, if it is among them."""
-        self._comparison = Comparison(self.subject, self._text, evaluation)
+        self._study = study
+        self._options = study.options
+        self._comparison = Comparison(study.base, study.text, evaluation)
         self._environment = {"argv": argv, **environment(str(evaluation.device))}
-        # In a log there is a line of each cell
-        quiet = self.options.quiet or not is_interactive()
-        with Watcher(quiet) as self._watcher:
-            self._watcher.stage(self.subject.name, len(cells), "combination")
-            self._measure_base_model(cells[0])
-            converted = (cell for cell in cells if not cell.is_base_model)
-            for _, group in groupby(converted, lambda cell: cell.conversion):
-                self._measure_conversion([*group])
+        self._watcher = watcher
+        self.kept = set[str]()
+
+    def measure(self, cells: Sequence[Cell]) -> None:
+        """Measure these cells, the base model's first, if it is among them.
+
+        Raises StoppedError after a signal, and OutputError if a row cannot be written.
+        """
+        self._watcher.stage(self._study.base.name, len(cells), "combination")
+        self._measure_base_model(cells[0])
+        converted = (cell for cell in cells if not cell.is_base_model)
+        for _, group in groupby(converted, lambda cell: cell.conversion):
+            self._measure_cells_of_conversion([*group])
+
+    # ------------------------------------------------------------------------------------ rows
 
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
         """Append the row of a cell, and print its loss or the error."""
-        options = self.options
-        commands = [] if cell.method == UNMERGED else self._commands(cell)
+        study = self._study
+        commands = [] if cell.method == UNMERGED else study.commands(cell)
         row: rows.Row = {
             **cell._asdict(),
-            "seed": options.seed,
+            "seed": self._options.seed,
             "train": None,
-            "teacher": options.teacher,
+            "teacher": self._options.teacher,
             "commands": commands,
             "error": error,
             **columns,
-            "options": self._identity,
+            "options": study.identity,
             "environment": self._environment,
         }
-        rows.append_row(options.output, row)
+        rows.append_row(self._options.output, row)
 
         self._watcher.update()
-        if not options.quiet:
+        if not self._options.quiet:
             result = error or format(columns["loss"], ".4f")
             heads = plural(cell.groups, "KV head")
             self._watcher.say(f"{cell.method}, {heads}, alpha {cell.alpha:g}: {result}")
 
     @contextmanager
-    def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
+    def _add_errors(
+        self, cells: Sequence[Cell], without_memory: str = _WITHOUT_MEMORY
+    ) -> Iterator[None]:
         """Turn any error of the block, except StoppedError, into a row of each cell with that
         error.
 
         What was done for these cells is kept, unless they would fail in the same way again.
+
+        Args:
+            cells: All that the block is done for.
+            without_memory: What to do if it runs out of memory.
         """
         try:
             yield
@@ -236,124 +277,144 @@ class Ablation:
             has_no_memory = isinstance(error, NoMemoryError)  # of which there may be more next time
             fails_again = is_refused and not has_no_memory
             if not fails_again:
-                self._kept |= {cell.conversion for cell in cells}
+                self.kept |= {cell.conversion for cell in cells}
             for cell in cells:
-                self._add_row(cell, _reason(error))
+                self._add_row(cell, _reason(error, without_memory))
+
+    # ----------------------------------------------------------------------------------- cells
 
     def _measure_base_model(self, first: Cell) -> None:
         """Measure the base model as the baseline; add its row if it is the `first` cell."""
-        subject = self.subject
+        base = self._study.base
+        text = self._study.text
         start = time.perf_counter()
-        row: rows.Row = {"text": self._text.record(), "train_tokens": 0}
-        if "recall" not in self.options.skip:
+        columns: rows.Row = {"text": text.record(), "train_tokens": 0}
+        if "recall" not in self._options.skip:
             try:
-                self._comparison.prepare_recall(self._text.context)
+                self._comparison.prepare_recall(text.context)
             except RefusedError as error:
-                row["recall_refused"] = str(error)
+                columns["recall_refused"] = str(error)
 
-        record = self._comparison.measure(subject, {}, alone=True)
-        row |= row_numbers(record, subject.cache, subject.cache)
+        record = self._comparison.measure(base, {}, alone=True)
+        columns |= row_numbers(record, base.cache, base.cache)
         if first.is_base_model:
-            self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
+            self._add_row(first, **columns, seconds_evaluating=time.perf_counter() - start)
 
-    def _measure_conversion(self, cells: Sequence[Cell]) -> None:
-        """Convert once, then train and measure `cells`; an error becomes a row of each cell that it
-        affects.
+    def _measure_cells_of_conversion(self, cells: Sequence[Cell]) -> None:
+        """Convert once, then train and measure `cells`, which differ in alpha alone; an error
+        becomes a row of each cell that it affects.
 
         Raises StoppedError after a signal during training, and OutputError.
         """
-        conversion = self._directory.conversion(cells[0].conversion)
-        conversion.claim()
-        converted = None
+        name = cells[0].conversion
+        workplace = self._study.directory.conversion(name)
+        workplace.claim()
+
+        converted: Path | None = None
         start = time.perf_counter()
         with self._add_errors(cells):
-            converted = self._convert(cells[0], conversion.path)
+            converted = self._convert(cells[0], workplace.path / "converted")
         seconds = time.perf_counter() - start
 
         if converted:
             for cell in cells:
-                self._measure_converted(cell, converted, seconds)
+                self._measure_cell(cell, converted, workplace.path, seconds)
+        if name not in self.kept:
+            workplace.remove()
 
-        if conversion.path.name not in self._kept:
-            conversion.remove()
-
-    def _measure_converted(self, cell: Cell, converted: Path, seconds: float) -> None:
-        """Train a cell and add its row; `seconds`: of the conversion."""
-        row: rows.Row = {}
-        with self._add_errors([cell]):
-            row = self._measure_cell(cell, converted)
-        if row:
-            self._add_row(cell, seconds_converting=seconds, **row)
-            # Only now: if the row cannot be written, they are still there
-            for trained in self._trained(cell):
-                shutil.rmtree(trained, ignore_errors=True)
-
-    def _trained(self, cell: Cell) -> list[Path]:
-        """Where the checkpoint that is trained for a cell is written, and the states of its
-        training.
-        """
-        path = self._directory.work / cell.conversion / f"alpha-{cell.alpha:g}"
-        return [path, path.with_name(f"{path.name}-state")]
-
-    def _convert(self, cell: Cell, directory: Path) -> Path:
-        """Path of the converted checkpoint, or of the base model for a cell that merges no heads.
+    def _convert(self, cell: Cell, out: Path) -> Path:
+        """Path of the checkpoint that a cell starts from: `out`, or the base model's for a cell
+        that merges no heads.
 
         The conversion of an interrupted run is reused.
         """
         if cell.method == UNMERGED:
-            return Path(self.subject.path)
+            return Path(self._study.base.path)
 
-        out = directory / "converted"
         if not out.exists():
             convert_checkpoint(
-                self.subject.path,
+                self._study.base.path,
                 cell.groups,
                 out,
                 method=cell.method,
-                seed=self.options.seed,
-                maps_options=self.options.maps_options,
+                seed=self._options.seed,
+                maps_options=self._options.maps_options,
             )
         return out
 
-    def _measure_cell(self, cell: Cell, converted: Path) -> rows.Row:
-        """Train a cell and measure it; return its columns."""
-        row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
-        path = converted
+    def _measure_cell(
+        self, cell: Cell, converted: Path, workplace: Path, seconds_converting: float
+    ) -> None:
+        """Train the checkpoint `converted` in the directory `workplace`, if the cell says so,
+        measure the result, and add its row.
+        """
+        trained = workplace / f"alpha-{cell.alpha:g}"
+        columns: rows.Row = {}
+        less_memory = f"{_WITHOUT_MEMORY}, or lower --batch-size or --context {_IN_ANOTHER_STUDY}"
+        with self._add_errors([cell], less_memory):
+            columns = self._train_and_measure(cell, converted, trained)
+        if not columns:
+            return
+
+        self._add_row(cell, seconds_converting=seconds_converting, **columns)
+        # Only now: if the row cannot be written, they are still there
+        states_of_training = trained.with_name(f"{trained.name}-state")
+        for path in (trained, states_of_training):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _train_and_measure(self, cell: Cell, converted: Path, trained: Path) -> rows.Row:
+        """The columns of a cell, whose checkpoint is `trained` if it trains, else `converted`."""
+        columns: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
+        result = converted
         if cell.alpha:
-            path = self._trained(cell)[0]
-            row |= self._train(cell, converted, path)
+            columns |= self._train(cell, converted, trained)
+            result = trained
 
         start = time.perf_counter()
-        subject = open_subjects([str(path)], self.options.trust_remote_code)[0]
+        subject = open_subjects([str(result)], self._options.trust_remote_code)[0]
         record = self._comparison.measure(subject, {})
-        row |= row_numbers(record, subject.cache, self.subject.cache)
-        return row | {"seconds_evaluating": time.perf_counter() - start}
+        columns |= row_numbers(record, subject.cache, self._study.base.cache)
+        return columns | {"seconds_evaluating": time.perf_counter() - start}
 
-    def _train(self, cell: Cell, converted: Path, path: Path) -> rows.Row:
-        """Train a cell to the checkpoint `path` and return its columns.
+    def _train(self, cell: Cell, converted: Path, out: Path) -> rows.Row:
+        """Train the checkpoint `converted` to `out`, and return the columns of the training.
 
         A checkpoint that an interrupted run has trained but not measured is used as it is: its
         columns are stored next to it.
         """
-        columns = path.with_name(f"{path.name}.json")
-        if path.is_dir() and columns.is_file():
-            return dict(json.loads(columns.read_text()))
+        stored_columns = out.with_name(f"{out.name}.json")
+        if out.is_dir() and stored_columns.is_file():
+            return dict(json.loads(stored_columns.read_text()))
 
         start = time.perf_counter()
-        setup = prepare(self.options.training(cell.alpha, converted, path), shares_states=False)
+        setup = prepare(self._options.training(cell.alpha, converted, out), shares_states=False)
         progress, record = uptrain(setup)
-        row = {
+        columns = {
             "train": record["options"]["train"],
             "train_tokens": progress.tokens,
             "train_loss": progress.training_cross_entropy,
             "seconds_training": time.perf_counter() - start,
         }
-        write_text(columns, json.dumps(row) + "\n")
-        return row
+        write_text(stored_columns, json.dumps(columns) + "\n")
+        return columns
 
 
-def _reason(error: Exception) -> str:
-    """What the row of a failed cell says of an error, in one line."""
+def _reason(error: Exception, without_memory: str) -> str:
+    """What the row of a failed cell says of an error, in one line: the problem, and what to do.
+
+    Errors of conversion and training end with advice for their own commands, after a semicolon. It
+    is left out: it names options that gqa-ablate does not have, and --overwrite, which removes the
+    whole study here.
+    """
     if isinstance(error, RefusedError | OutputError | DivergedError):
-        return one_line(str(error))
-    return one_line(f"{type(error).__name__}: {explain(error)}")
+        problem, _, _ = str(error).partition("; ")
+    else:
+        problem = f"{type(error).__name__}: {explain(error)}"
+
+    has_no_memory = isinstance(error, NoMemoryError) or any(map(out_of_memory, error_chain(error)))
+    is_of_training = isinstance(error, DivergedError | OutputError)
+    if has_no_memory:
+        problem += f"; {without_memory}"
+    elif is_of_training and "not finite" in problem:
+        problem += f"; lower --learning-rate {_IN_ANOTHER_STUDY}"
+    return one_line(problem)

@@ -14,13 +14,12 @@ from pathlib import Path
 from gqa.checkpoint.write import system_errors
 from gqa.core.errors import RefusedError
 from gqa.core.run_directory import RunDirectory, differences, read_mark, refuse_another
-from gqa.study.options import ADVICE, names_of_identity
+from gqa.study.options import ADVICE, ELSEWHERE, names_of_identity
 from gqa.study.rows import FILES, ROWS, Row, read_rows
 
 WORK = ".work"
 WORK_PURPOSE = "study"
 CONVERSION_PURPOSE = "conversion"
-_ELSEWHERE = "choose another directory with -o"
 
 
 class StudyDirectory:
@@ -42,16 +41,16 @@ class StudyDirectory:
         somebody else.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise RefusedError(f"{self.path} exists and is not a directory; {_ELSEWHERE}")
+            raise RefusedError(f"{self.path} exists and is not a directory; {ELSEWHERE}")
         if self.path.is_dir() and any(self.path.iterdir()) and not self._is_study():
-            raise RefusedError(f"{self.path} exists and holds no study; {_ELSEWHERE}")
+            raise RefusedError(f"{self.path} exists and holds no study; {ELSEWHERE}")
         self._run_directory.refuse_foreign("made by gqa-ablate")
 
         rows = read_rows(self.path)
         identity_before = next((row["options"] for row in rows.values()), identity)
         changed = differences(identity, identity_before, names_of_identity())
         if changed and not overwrite:
-            advice = f"{_ELSEWHERE}, the same options, or start over with --overwrite"
+            advice = f"{ELSEWHERE}, the same options, or start over with --overwrite"
             refuse_another(self.path, "another study", changed, advice)
 
     def _is_study(self) -> bool:
@@ -73,10 +72,7 @@ class StudyDirectory:
         """
         with system_errors(f"{self.path} cannot be written", ADVICE):
             self._run_directory.claim()
-        busy = (
-            f"another run is working on {self.path}; wait for it, or choose another directory "
-            "with -o"
-        )
+        busy = f"another run is working on {self.path}; wait for it, or {ELSEWHERE}"
         with self._run_directory.held(busy):
             yield
 

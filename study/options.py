@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 UNMERGED = Unmerged.name  # the method of cells with as many KV heads as the base model
 BASE = "base model"  # what reports call it
 ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
+ELSEWHERE = "choose another directory with -o"
 
-# Built-in text whose held-out text comes with it
+# Built-in text whose validation text comes with it
 _NOT_REQUIRED = " and ".join(
     f"with --data {spec}, for which {text.heldout} is used"
     for spec, text in BUILT_IN.items()
@@ -93,8 +94,9 @@ def names_of_identity() -> dict[str, str]:
 class AblateOptions(Options):
     """See `gqa-ablate --help`.
 
-    `free` options may change between the runs of a study: which cells there are, and how fast they
-    are measured.
+    Options with `may_change` may change between the runs of a study: which cells there are, and how
+    fast they are measured. All others are part of its identity, also those of a training that no
+    cell of this run needs: a later run may add one (`--alphas`).
     """
 
     output: Path = option(
@@ -114,9 +116,10 @@ class AblateOptions(Options):
         metavar="SOURCE[,...]",
         group=MAIN,
     )
-    heldout: str | None = option(
+    validation: str | None = option(
         None,
-        "Text to evaluate on. It also selects the best step of each training, as in gqa-uptrain.",
+        "Text to evaluate on. It chooses the weights of each training, too, as in gqa-uptrain.",
+        alias="--heldout",
         metavar="SOURCE",
         group=MAIN,
     )
@@ -151,17 +154,17 @@ class AblateOptions(Options):
     text_column: str = same_as(TrainOptions, "text_column", group="Text")
     separator: str | None = same_as(TrainOptions, "separator", group="Text")
     target_column: str | None = same_as(TrainOptions, "target_column", group="Text")
-    heldout_fraction: float | None = same_as(
+    validation_fraction: float | None = same_as(
         TrainOptions,
-        "heldout_fraction",
-        help="Share of the documents to hold out and evaluate on, instead of --heldout. One of the "
-        f"two is required, except {_NOT_REQUIRED}.",
+        "validation_fraction",
+        help="Share of the documents to hold out and evaluate on, instead of --validation. One of "
+        f"the two is required, except {_NOT_REQUIRED}.",
         group="Text",
     )
     context: int | None = option(
         None,
         "Tokens per training block and per evaluation window.  [default: the model's context, at "
-        "most 2048]",
+        "most 2048; in training less if there are fewer than 250 blocks]",
         tokens_type(4),
         metavar="COUNT",
         group="Text",
@@ -193,7 +196,7 @@ class AblateOptions(Options):
 
     eval_tokens: int | None = option(
         None,
-        "Held-out tokens to evaluate on.  [default: all]",
+        "Tokens of the validation text to evaluate on.  [default: all]",
         tokens_type(),
         metavar="COUNT",
         group="Evaluation",
@@ -296,8 +299,8 @@ class AblateOptions(Options):
             text_column=self.text_column,
             target_column=self.target_column,
             trust_remote_code=self.trust_remote_code,
-            excluded=self.heldout,
-            excluded_fraction=self.heldout_fraction or 0.0,
+            excluded=self.validation,
+            excluded_fraction=self.validation_fraction or 0.0,
             separator=self.separator,
         )
         refinement = Refinement(self.refine_steps, seed=self.seed)

@@ -31,7 +31,7 @@ _STYLES = {
     "refined": ("#000000", "X"),
 }
 _OTHER_STYLE = ("#56B4E9", "o")  # of methods without an entry
-_LOSS = row_number("loss_increase")  # the y axis of all pictures
+_INCREASE = row_number("loss_increase")  # what all pictures have on their y axis
 _STYLE: dict[Any, Any] = {
     "font.size": 13,
     "axes.spines.top": False,
@@ -53,7 +53,6 @@ def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
     """
     frame = pd.DataFrame(rows)
     frame["KiB"] = frame["kv_bytes_per_token"] / 1024
-    frame["loss"] = frame[_LOSS.key]
     merged = frame[frame["method"] != UNMERGED]
 
     pictures = []
@@ -84,7 +83,7 @@ def _draw_tradeoff(base: Any, merged: Any) -> Figure:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("KV cache per token (KiB)")
-    _scale_losses(axis, merged["loss"])
+    _scale_losses(axis, merged[_INCREASE.key])
     return figure
 
 
@@ -99,7 +98,9 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
     for axis, (count, cells) in zip(axes, panels, strict=True):
         _plot_losses(axis, cells, "alpha")
         if len(control) > 1:
-            axis.plot(control["alpha"], control["loss"], "k:", label="base model, trained further")
+            axis.plot(
+                control["alpha"], control[_INCREASE.key], "k:", label="base model, trained further"
+            )
 
         # Alphas are chosen in ratios, and 0 is one of them.
         axis.set_xscale("function", functions=(_signed_root, _signed_square))
@@ -109,7 +110,7 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
             title=plural(count, "KV head"),
             xlabel="share of the text trained on (alpha)",
         )
-        _scale_losses(axis, frame["loss"])
+        _scale_losses(axis, frame[_INCREASE.key])
     return figure
 
 
@@ -122,11 +123,11 @@ def _signed_square(x: Any) -> Any:
 
 
 def _plot_losses(axis: Axes, cells: Any, column: str) -> None:
-    """The least loss of each method by a column.
+    """The least loss of each method by a column, in nats above the base model.
 
     A method has the same color and marker in every study.
     """
-    lines = cells.groupby(["method", column])["loss"].min()
+    lines = cells.groupby(["method", column])[_INCREASE.key].min()
     for method in METHODS:
         if method not in lines:
             continue
@@ -155,7 +156,7 @@ def _scale_losses(axis: Axes, losses: Any) -> None:
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.yaxis.set_minor_locator(NullLocator())
     axis.set_ylim(min(0, 1.5 * losses.min()), max(1.5 * losses.max(), 2 * least))
-    axis.set_ylabel(_LOSS.axis)
+    axis.set_ylabel(_INCREASE.axis)
     axis.axhline(0, color="black", linewidth=1)
 
 

@@ -17,14 +17,14 @@ from gqa.eval.report import describe_environment, describe_text
 from gqa.study.columns import CACHE, COLUMNS, KV_HEADS, METHOD
 from gqa.study.options import ADVICE, Cell
 from gqa.study.recommendation import loss, loss_of_row, measured, recommend
-from gqa.study.rows import FILES, Row, read_rows
+from gqa.study.rows import FILES, ROWS, Row, read_rows
 
 _NO_PICTURES = "No pictures: they need matplotlib (pip install matplotlib)."
 
 
 def short_table(rows: Sequence[Row]) -> Table:
     """Losses by method and number of heads, with a column for each alpha, for the terminal."""
-    note = "nats per token on held-out text"
+    note = "nats per token on validation text"
     failed = sum(bool(row["error"]) for row in rows)
     if failed:
         note += f"; {failed} of {len(rows) - 1} combinations failed (see the report)"
@@ -83,10 +83,12 @@ def _has_any(row: Row, keys: Sequence[str]) -> bool:
 def write_study_report(
     directory: Path, max_loss_increase: float
 ) -> tuple[list[Row], str, list[str]]:
-    """Write report.html and, with matplotlib, pictures next to the rows.
+    """Write report.html and, with matplotlib, pictures next to the rows; pictures of an earlier
+    report are removed.
 
     Returns:
-        The rows, the recommendation with the commands that follow it, and the names of all files.
+        The rows, the recommendation with the commands that follow it, and the names of the files of
+        the study: what was written, and the rows.
 
     Raises:
         RefusedError: There are no rows.
@@ -101,11 +103,15 @@ def write_study_report(
     errors = system_errors(f"{directory} cannot be written", ADVICE)
     with errors, TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         _write_files(rows, verdicts, Path(scratch))
-        for path in Path(scratch).iterdir():
-            path.replace(directory / path.name)
+        written = {path.name for path in Path(scratch).iterdir()}
+        for name in written:
+            Path(scratch, name).replace(directory / name)
+        earlier = {*FILES} - {ROWS} - written
+        for name in earlier:
+            (directory / name).unlink(missing_ok=True)
 
     recommendation = "\n".join(map(str, lines))
-    return rows, recommendation, [name for name in FILES if (directory / name).exists()]
+    return rows, recommendation, [name for name in FILES if name in {*written, ROWS}]
 
 
 def _write_files(rows: Sequence[Row], verdicts: Sequence[Verdict], directory: Path) -> None:

@@ -38,7 +38,7 @@ from support.training import (
     write_corpus,
 )
 
-from gqa.core.errors import NoMemoryError, RefusedError
+from gqa.core.errors import DivergedError, NoMemoryError, OutputError, RefusedError
 from gqa.core.run_directory import RunDirectory
 from gqa.corpus.rows import row_digest
 from gqa.study import ablation
@@ -78,7 +78,7 @@ def words(out: Path, model: Path | str = "model", **options: Any) -> list[str]:
     """
     defaults: dict[str, Any] = {
         "data": place() / "train.jsonl",
-        "heldout": place() / "heldout.jsonl",
+        "validation": place() / "heldout.jsonl",
         "batch_size": 4,
         "context": BLOCK,
         "methods": "mean,first",
@@ -234,7 +234,7 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
     options = {
         "data": pairs[0],
-        "heldout": pairs[1],
+        "validation": pairs[1],
         "text_column": "source",
         "target_column": "target",
         "model": model,
@@ -315,7 +315,7 @@ def test_measured_cells_are_not_measured_again(
     frame = pandas.read_json(out / "results.jsonl", lines=True, precise_float=True)
     assert [*frame["loss"]] == [row["loss"] for row in before]
     with monkeypatch.context() as patch:
-        forbid(patch, "gqa.study.ablation.Ablation._measure_cell", "it measures again")
+        forbid(patch, "gqa.study.ablation._Measurement._train_and_measure", "it measures again")
         assert measured(out, groups="1,4") == before
     grown = measured(out, methods="mean,random", groups="1", alphas="0")
     assert grown[:9] == before
@@ -397,7 +397,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(
         None,
         None,
         None,
-        "loss was not finite",
+        "loss was not finite; lower --learning-rate in another study (another directory with -o)",
         *["RuntimeError: the disk is on fire"] * 3,
     ]
     assert "the disk is on fire" in (out / "report.html").read_text()
@@ -438,10 +438,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data was passed", "--data"]),
     "no text but samples": ({"data": "self:1M"}, ["--data self has no documents to hold out"]),
-    "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
+    "no validation text": (
+        {"validation": None},
+        ["there is no validation text", "--validation-fraction"],
+    ),
     "two held-out texts": (
-        {"heldout_fraction": 0.1, "alphas": "0"},
-        ["--heldout and --heldout-fraction cannot be combined"],
+        {"validation_fraction": 0.1, "alphas": "0"},
+        ["--validation and --validation-fraction cannot be combined"],
     ),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
     "context beyond the model's": (
@@ -466,6 +469,12 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     refused(tmp_path / "study", *messages, **options)
 
 
+def test_too_little_validation_text_is_refused_by_the_name_of_its_option(tmp_path: Path) -> None:
+    text = lines(tmp_path / "short.jsonl", {"text": "import os"})
+    says = "less than --eval-tokens 50; pass more text, or a smaller --eval-tokens"
+    refused(tmp_path / "study", says, validation=text, eval_tokens=50)
+
+
 def test_another_study_is_refused_by_the_names_that_users_type(tmp_path: Path) -> None:
     out = copied(tmp_path)
     other = tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
@@ -479,11 +488,11 @@ def test_another_study_is_refused_by_the_names_that_users_type(tmp_path: Path) -
 def test_a_directory_with_something_else(tmp_path: Path) -> None:
     out = copied(tmp_path)
     text = write_corpus(tmp_path / "text.jsonl", 3, first=20)
-    refused(out, "content of the held-out text: ", "--overwrite", heldout=text)
+    refused(out, "content of the validation text: ", "--overwrite", validation=text)
     for name, file, content, says in (
         ("thesis", "chapter.md", "one", "holds no study"),
-        ("rows", "results.jsonl", '{"name": "no cell"}\n', "holds no rows of a study"),
-        ("torn", "results.jsonl", '{"name": 1}', "holds no rows of a study"),
+        ("rows", "results.jsonl", '{"name": "no cell"}\n', "line 1 of "),
+        ("torn", "results.jsonl", '{"name": 1}', "is not a row of a study (it has no 'method')"),
         ("empty", "results.jsonl", "", "holds no study"),
         ("report", "report.html", "mine", "holds no study"),
         ("work", ".work/precious/thesis.txt", "mine", "holds no study"),
@@ -492,11 +501,34 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
         (tmp_path / name / file).write_text(content)
         for overwrite in (False, True):
             refused(tmp_path / name, says, overwrite=overwrite)
-    check_refused(gqa_ablate("-o", tmp_path / "rows"), "holds no rows of a study")
+    check_refused(gqa_ablate("-o", tmp_path / "rows"), "is not a row of a study")
     check_refused(gqa_ablate("-o", tmp_path / "none"), "has no measured study")
     check_refused(
         gqa_ablate("-o", tmp_path, "--kv-heads", 2), "--kv-heads has no effect without MODEL"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            b"{oops",
+            "line 2 of {} is not a row of a study (it is not JSON in UTF-8); remove it, or ",
+        ),
+        (b"[1, 2]", "line 2 of {} is not a row of a study (it is no JSON object); remove it, or "),
+        (
+            b'{"method": "mean", "groups": "two"}',
+            "line 2 of {} is not a row of a study (its 'groups' is 'two'); remove it, or ",
+        ),
+        (b"\xff", "{} is not UTF-8 text, so it is not the results file of a study; "),
+    ],
+)
+def test_a_damaged_row_is_named_by_its_line(tmp_path: Path, line: bytes, reason: str) -> None:
+    out = copied(tmp_path)
+    before = (out / "results.jsonl").read_bytes().splitlines()
+    (out / "results.jsonl").write_bytes(b"\n".join([before[0], line, *before[2:], b""]))
+    message = reason.format(out / "results.jsonl") + "choose another directory with -o"
+    check_refused(gqa_ablate("-o", out), message)
 
 
 def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
@@ -562,6 +594,52 @@ def test_a_conversion_is_kept_if_there_was_too_little_memory_to_train_it(
             patch.setattr(ablation, "uptrain", Mock(side_effect=error))
             assert ablate(out, **grid).code == 1
         assert (out / ".work" / "mean-g1" / "converted").is_dir() is is_kept
+
+
+MEMORY = "stop other programs on the device, and repeat the command without --overwrite"
+ANOTHER = "in another study (another directory with -o)"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "said"),
+    [
+        (
+            "uptrain",
+            DivergedError("the loss was not finite; what was saved is kept. Repeat the command "),
+            f"the loss was not finite; lower --learning-rate {ANOTHER}",
+        ),
+        (
+            "uptrain",
+            OutputError("the adapter of q is not finite, so nothing was written; repeat the "),
+            "the adapter of q is not finite, so nothing was written; lower --learning-rate "
+            f"{ANOTHER}",
+        ),
+        (
+            "uptrain",
+            NoMemoryError("out of memory while training; lower --micro-batch"),
+            f"out of memory while training; {MEMORY}, or lower --batch-size or --context {ANOTHER}",
+        ),
+        (
+            "convert_checkpoint",
+            NoMemoryError("out of memory on cpu; lower --context"),
+            f"out of memory on cpu; {MEMORY}",
+        ),
+        (
+            "convert_checkpoint",
+            torch.OutOfMemoryError("no memory"),
+            f"OutOfMemoryError: no memory; {MEMORY}",
+        ),
+        ("convert_checkpoint", RefusedError("no; use --method mean"), "no"),
+    ],
+)
+def test_rows_advise_what_a_study_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, said: str
+) -> None:
+    """Not what other commands can: there --overwrite removes no study."""
+    # Errors that depend on the machine
+    monkeypatch.setattr(ablation, where, Mock(side_effect=error))
+    assert ablate(tmp_path / "study", methods="mean", alphas="0.3").code == 1
+    assert [row["error"] for row in rows(tmp_path / "study")] == [None, said]
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
@@ -643,6 +721,16 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
             ElementTree.parse(out / f"{name}.svg").getroot().tag
             == "{http://www.w3.org/2000/svg}svg"
         )
+
+
+def test_a_report_leaves_no_pictures_of_an_earlier_one(tmp_path: Path) -> None:
+    """Nor says that it has written them."""
+    out = copied(tmp_path)
+    write_study_report(out, 0.1)
+    assert (out / "alphas.svg").exists()
+    shown = gqa_ablate("-o", out).out
+    assert f"\nwritten to {out}: report.html, results.jsonl\n" in shown
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.jsonl"]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the report in")

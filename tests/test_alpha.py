@@ -27,7 +27,7 @@ from gqa.corpus.reading_order import HeldoutDocuments, hold_back, permutation, r
 from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import Documents, tokenize
 from gqa.study.options import AblateOptions
-from gqa.uptrain.data_sources import heldout_sources
+from gqa.uptrain.data_sources import validation_sources
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pair_data import PairDataBuilder
@@ -162,8 +162,8 @@ def shares(loader: Dataloader) -> tuple[float, int]:
     trained = grams(
         loader.block(number) for number in range(loader.steps * loader.options.blocks_per_step)
     )
-    held = grams(loader.heldout_blocks)
-    return len(trained & held) / len(held), len(loader.heldout_blocks)
+    held = grams(loader.validation_blocks)
+    return len(trained & held) / len(held), len(loader.validation_blocks)
 
 
 @pytest.fixture
@@ -181,22 +181,29 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 STREAM = {"streaming": True}
 CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("twice.jsonl",), {}),
-    (("a.jsonl", "more.jsonl"), {"heldout_fraction": 0.1}),
+    (("a.jsonl", "more.jsonl"), {"validation_fraction": 0.1}),
     (("one.txt",), {}),
-    (("more.jsonl",), {"heldout": "a.jsonl"}),
-    (("a.jsonl",), {"heldout": "lines.jsonl"}),
-    (("a.jsonl",), STREAM | {"heldout": "some.jsonl"}),
+    (("more.jsonl",), {"validation": "a.jsonl"}),
+    (("a.jsonl",), {"validation": "lines.jsonl"}),
+    (("a.jsonl",), STREAM | {"validation": "some.jsonl"}),
 ]
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("data", "how"), CASES)
-def test_no_heldout_text_is_trained_on(
+def test_no_validation_text_is_trained_on(
     tokenizer: Any, data: tuple[str, ...], how: dict[str, Any]
 ) -> None:
     """Three and more epochs of each."""
     options = TrainOptions(
-        "m", Path("o"), data=data, steps=300, batch_size=4, heldout_tokens=512, repeats=False, **how
+        "m",
+        Path("o"),
+        data=data,
+        steps=300,
+        batch_size=4,
+        validation_tokens=512,
+        repeats=False,
+        **how,
     )
     leaked, held = shares(open_data(options, tokenizer, 64))
     assert leaked == 0
@@ -208,7 +215,7 @@ def test_no_heldout_text_is_trained_on(
 @pytest.mark.parametrize("data", ["a.jsonl", "one.txt"])
 def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str, Any]) -> None:
     options = TrainOptions(
-        "m", Path("o"), data=(data,), heldout=data, steps=3, repeats=False, **how
+        "m", Path("o"), data=(data,), validation=data, steps=3, repeats=False, **how
     )
     with pytest.raises(
         CorpusError,
@@ -218,15 +225,15 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("how", [{"heldout": "some.jsonl"}, {"heldout_fraction": 0.1}])
-def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{"validation": "some.jsonl"}, {"validation_fraction": 0.1}])
+def test_a_study_calibrates_on_no_validation_text(tokenizer: Any, how: dict[str, Any]) -> None:
     options = AblateOptions(
         Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how
     )
     text = replace(options.maps_options.text, repeats=False)
     reader = CalibrationReader(text, read_checkpoint(SOURCE), "cpu", SILENT)
     ids = reader.blocks_and_heldout()[0].numpy()
-    [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
+    [source] = validation_sources(options.training(None, Path("model"), Path("out")))
     tokens = [one.tokens for one in TextEncoder(tokenizer).encode([*source.texts()])]
     held = grams(block for block, _ in pack(tokens, 64))
     assert len(held) > 200
@@ -234,8 +241,8 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("how", [{}, {"heldout": "b.jsonl"}, {"heldout_fraction": 0.1}])
-def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{}, {"validation": "b.jsonl"}, {"validation_fraction": 0.1}])
+def test_no_validation_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> None:
     rows = [{"text": text, "to": f"{number}"} for number, text in enumerate(random_texts(60, 0, 5))]
     lines(Path("a.jsonl"), *rows, *rows[::3])
     lines(Path("b.jsonl"), *rows[::4], {"text": "x", "to": "y"})
@@ -250,7 +257,7 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
         target_column="to",
         steps=50,
         batch_size=4,
-        heldout_tokens=400,
+        validation_tokens=400,
         **how,
     )
     encoder = PairEncoder(config, tokenizer, "m")
@@ -258,6 +265,6 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
     trained = {
         (*block["input_ids"], -1, *block["labels"]) for block in map(loader.block, range(200))
     }
-    held = {(*block["input_ids"], -1, *block["labels"]) for block in loader.heldout_blocks}
+    held = {(*block["input_ids"], -1, *block["labels"]) for block in loader.validation_blocks}
     assert held
     assert not trained & held

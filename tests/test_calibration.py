@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from gqa.convert.methods.table import METHODS
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
     """What every layer loses on the ids that it was calibrated on."""
     calibrator = Calibrator(plan_of(source, groups=groups), Ids().ids(), on_ids(**how))
-    return [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+    return [
+        result.error for layer in range(calibrator.n_layers) for result in calibrator.run(layer)
+    ]
 
 
 @pytest.mark.parametrize(("name", "batch"), [("gpt_oss", 24), ("qwen2_vl_text", 24)])
@@ -127,7 +129,9 @@ def test_every_module_of_an_encoder_decoder_is_refined(
             on_ids(refinement=how, most_blocks=12),
             METHODS["refined"].fit,
         )
-        results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+        results = [
+            result for layer in range(calibrator.n_layers) for result in calibrator.run(layer)
+        ]
         errors.append({result.module.path: result.error for result in results})
     assert sum(after for _, after in trained[:4]) < sum(before for before, _ in trained[:4]) < 4
     _, before, padded = errors
@@ -221,13 +225,11 @@ def test_validation_blocks_are_new_to_the_start(source: Path, method: str) -> No
         assert torch.equal(one, other) is (method == "refined"), part
 
 
-def test_records_call_settings_of_training_by_their_older_names() -> None:
-    """Else stored layers of a run that was stopped would be those of another run."""
-    described = METHODS["refined"].describe_options(MapsOptions())["refinement"]
-    assert described["heldout"] == Refinement().validation
-    assert described["batch"] == Refinement().blocks_per_step
-    renamed = {"heldout", "validation", "batch", "blocks_per_step"}
-    assert described.keys() ^ vars(Refinement()).keys() == renamed
+def test_records_have_all_settings_of_training() -> None:
+    """Else a stopped run could be continued with other settings."""
+    settings = Refinement(steps=7, blocks_per_step=3, validation=0.25, seed=5)
+    described = METHODS["refined"].describe_options(MapsOptions(refinement=settings))
+    assert described["refinement"] == asdict(settings)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", False), ("float16", True)])
@@ -235,7 +237,9 @@ def test_layers_in_16_bits_are_refined(
     source: Path, tmp_path: Path, dtype: str, autocast: bool, trained: list[tuple[float, float]]
 ) -> None:
     how = replace(SHORT, steps=40, autocast=autocast)
-    find_maps(plan_of(source, "refined"), tmp_path / "maps", on_ids(refinement=how, dtype=dtype))
+    find_maps(
+        plan_of(source, "refined"), tmp_path / "maps", on_ids(refinement=how, precision=dtype)
+    )
     assert len(trained) == 2
     assert all(after < before < 1 for before, after in trained)
 

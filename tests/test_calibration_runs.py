@@ -384,8 +384,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
                 directory, f"model.layers.{name}.weight", value
             ),
             counting(200),
-            f"layer {name[0]} computes NaN or Inf on the calibration text; pass --precision "
-            "float32, or download the checkpoint again",
+            f"layer {name[0]} computes NaN or Inf on the calibration text; download the "
+            "checkpoint again",
         )
         for name, value in (
             ("0.self_attn.k_proj", torch.nan),
@@ -430,6 +430,20 @@ def test_one_line_for_what_cannot_be_calibrated(
         assert re.fullmatch(r"(estimate    about .*\n)?", done.out)
         assert re.fullmatch(f"gqa-convert: {expected}\n", done.err), done.err
         assert checkpoints.snapshot(tmp_path) == before
+
+
+def test_another_precision_is_advised_for_nan_only_if_it_is_not_in_use(
+    small: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    broken(model, f"{LAST}.k_proj.weight", torch.nan)
+    (tmp_path / "text.txt").write_text(counting(200))
+
+    words = ("--method", "calibrated", "--data", tmp_path / "text.txt", "--context", 16)
+    for precision, advised in (("bfloat16", True), ("float32", False)):
+        done = checkpoints.run(model, "-g", 2, *words, "--tokens", 64, "--precision", precision)
+        assert "computes NaN or Inf on the calibration text; " in done.err
+        assert ("pass --precision float32" in done.err) is advised
 
 
 def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:

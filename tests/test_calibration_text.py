@@ -523,7 +523,11 @@ def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
     for pair_inputs in (given, {key: part.flip(0) for key, part in given.items()}):
         calibrator = Calibrator(plan, pair_inputs, MapsOptions(most_blocks=8, device="cpu"))
         errors.append(
-            [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+            [
+                result.error
+                for layer in range(calibrator.n_layers)
+                for result in calibrator.run(layer)
+            ]
         )
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 

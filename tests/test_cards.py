@@ -90,7 +90,7 @@ def converted(place: Path) -> Path:
 
 def train(model: Path, out: Path, *words: object) -> dict[str, Any]:
     """A short training; its record."""
-    size = ("--steps", 2, "--context", 16, "--batch-size", 2, "--heldout-tokens", 64)
+    size = ("--steps", 2, "--context", 16, "--batch-size", 2, "--validation-tokens", 64)
     with fresh_accelerator():
         done = run(model, *size, *words, "-o", out, "-q", program="gqa-uptrain")
     assert done.code == 0, done.err
@@ -202,7 +202,7 @@ def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: 
     )
     for title, name in (
         ("KL divergence from the teacher", "distillation"),
-        ("cross-entropy", "heldout"),
+        ("cross-entropy", "validation"),
     ):
         assert (
             f"| {title} | {losses[f'{name}_before']:.4f} | {losses[f'{name}_after']:.4f} |" in text

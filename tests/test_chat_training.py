@@ -48,10 +48,10 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import tokenize
 from gqa.eval.text import document_windows
 from gqa.uptrain.dataloader import Dataloader, stack
-from gqa.uptrain.heldout_blocks import has_targets
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.text_data import TextDataBuilder
 from gqa.uptrain.training_model import split_batch
+from gqa.uptrain.validation_blocks import has_targets
 
 SIZE = 64
 CHATS = [chat(number, turns=1 + number % 3) for number in range(80)]
@@ -128,15 +128,15 @@ def test_without_the_option_nothing_is_masked(chats: Path) -> None:
 
     assert set(plain.block(0)) == {"input_ids"}
     assert joined(plain, "input_ids") == joined(masked, "input_ids")
-    assert len(plain.heldout_blocks) == len(masked.heldout_blocks) > 0
-    assert all(set(block) == {"input_ids"} for block in plain.heldout_blocks)
-    assert all(set(block) == {"input_ids", "loss_mask"} for block in masked.heldout_blocks)
+    assert len(plain.validation_blocks) == len(masked.validation_blocks) > 0
+    assert all(set(block) == {"input_ids"} for block in plain.validation_blocks)
+    assert all(set(block) == {"input_ids", "loss_mask"} for block in masked.validation_blocks)
     assert "loss_mask" not in plain.blocks.text.data.column_names
 
 
 def test_chats_are_held_out_whole(chats: Path) -> None:
-    loader = opened(chats, heldout_tokens=128)
-    held = [token for block in loader.heldout_blocks for token in block["input_ids"].tolist()]
+    loader = opened(chats, validation_tokens=128)
+    held = [token for block in loader.validation_blocks for token in block["input_ids"].tolist()]
 
     assert held
     first = [one for one in CHATS if rendered(one) == held[: len(rendered(one))]]
@@ -159,7 +159,7 @@ def test_of_a_book_beside_chats_the_end_is_held_out(chats: Path, book: Path) -> 
     """More is wanted than the chats have, so the book is one of the documents taken."""
     wanted = 8192
     assert sum(len(rendered(one)) for one in CHATS) < wanted
-    mixed = {"assistant_only_loss": False, "heldout_tokens": wanted}
+    mixed = {"assistant_only_loss": False, "validation_tokens": wanted}
     of_book = opened(book, **mixed)
     assert of_book.data_tokens is not None
 
@@ -167,14 +167,14 @@ def test_of_a_book_beside_chats_the_end_is_held_out(chats: Path, book: Path) -> 
 
     assert loader.data_tokens is not None
     assert loader.data_tokens > of_book.data_tokens - wanted
-    assert len(loader.heldout_blocks) == wanted // SIZE
+    assert len(loader.validation_blocks) == wanted // SIZE
 
 
 def test_a_book_beside_chats_is_no_chat_longer_than_a_block(tmp_path: Path, book: Path) -> None:
     short = [[{"role": "user", "content": f"question {number}"}] for number in range(30)]
     file = write_chats(tmp_path / "short.jsonl", *short)
 
-    loader = opened(file, book, assistant_only_loss=False, heldout_tokens=SIZE)
+    loader = opened(file, book, assistant_only_loss=False, validation_tokens=SIZE)
 
     assert "longer than a block" not in loader.summary
 
@@ -193,8 +193,8 @@ def test_held_out_blocks_have_something_to_predict(tmp_path: Path) -> None:
         for number in range(12)
     ]
     data = write_chats(tmp_path / "long.jsonl", *long_prompts)
-    loader = opened(data, heldout_tokens=SIZE)
-    (block,) = loader.heldout_blocks
+    loader = opened(data, validation_tokens=SIZE)
+    (block,) = loader.validation_blocks
     assert has_targets(block)
 
 
@@ -296,7 +296,7 @@ def test_a_stream_of_chats_is_packed_as_stored_ones(chats: Path, assistant_only_
         assert streamed.keys() == expected.keys()
         assert all(np.array_equal(streamed[name], expected[name]) for name in expected)
         if number == 10:
-            positions = json.loads(json.dumps(blocks.saved_lanes))
+            positions = json.loads(json.dumps(blocks.bookmark().saved_lanes))
     again = stream()
     again.seek(positions)
     assert np.array_equal(again[11]["input_ids"], stored[11]["input_ids"])
@@ -316,7 +316,7 @@ def test_a_stream_in_which_nothing_counts_is_refused_after_a_stop_too(tmp_path: 
     before = stream()
     assert len(before[0]["input_ids"]) == SIZE
     continued = stream()
-    continued.seek(json.loads(json.dumps(before.saved_lanes)))
+    continued.seek(json.loads(json.dumps(before.bookmark().saved_lanes)))
     for blocks in (before, continued):
         with pytest.raises(RefusedError, match="has an assistant turn"):
             blocks[1000]
@@ -329,7 +329,7 @@ def test_calibration_reads_the_tokens_that_training_reads(chats: Path, tmp_path:
     reader = CalibrationReader(text, read_checkpoint(model), "cpu", SILENT)
     blocks, _ = reader.blocks_and_heldout()
 
-    of_text = {"assistant_only_loss": False, "heldout": "stdlib:heldout"}
+    of_text = {"assistant_only_loss": False, "validation": "stdlib:heldout"}
     trained = joined(opened(chats, **of_text), "input_ids")
     assert len(trained) == 20 * SIZE
     assert blocks.flatten().tolist()[: len(trained)] == trained

@@ -294,7 +294,7 @@ def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -
 
 
 def test_a_device_does_not_need_what_the_process_does() -> None:
-    plan = SimpleNamespace(total_bytes=10, changed=[])
+    plan = SimpleNamespace(total_bytes=10, changed_tensors=[])
     method = METHODS["mean"]
     _, on_cpu = estimate.estimate(plan, method, MapsOptions(device="cpu"))  # type: ignore[arg-type]
     _, on_gpu = estimate.estimate(plan, method, MapsOptions(device="cuda"))  # type: ignore[arg-type]

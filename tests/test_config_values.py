@@ -183,7 +183,7 @@ def convert(model: Path, method: str) -> Plan:
     elif method == "calibrated" and not plan.config.raw.get("is_encoder_decoder"):
         blocks = torch.arange(64).reshape(4, 16) % 16 + 10
         calibrator = Calibrator(plan, blocks, MapsOptions())
-        for layer in range(calibrator.layers):
+        for layer in range(calibrator.n_layers):
             calibrator.run(layer)
     return plan
 

@@ -103,7 +103,7 @@ LIMITS = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gqa-convert": {"tokens": 512, "context": 64, "refine_steps": 2},
-    "gqa-uptrain": {"context": 64, "batch_size": 2, "heldout_tokens": 128},
+    "gqa-uptrain": {"context": 64, "batch_size": 2, "validation_tokens": 128},
     "gqa-eval": {"tokens": 400, "context": 128, "decode_contexts": 16, "decode_steps": 2},
     "gqa-ablate": {
         "methods": "mean",

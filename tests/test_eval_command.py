@@ -244,6 +244,10 @@ def test_hub_ids(
             "--cache-bits",
         ),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
+        (
+            "SRC --data PLACE/short.txt --tokens 100",
+            "the text has 4 tokens, less than --tokens 100; pass more text, or a smaller --tokens",
+        ),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
         (
             "SRC --decode --context 64",
@@ -262,8 +266,8 @@ def test_hub_ids(
         ("SRC --data TEXT --device gpu", "there is no device gpu; pass cpu, cuda, cuda:1 or mps"),
         (
             "T5 --data TEXT",
-            "t5gemma is an encoder-decoder, which predicts a column of its own; pass that column "
-            "with --target-column",
+            "t5gemma is an encoder-decoder, so it needs pairs; name the column of targets with "
+            "--target-column",
         ),
         (
             "SRC --data TEXT --target-column other",
@@ -275,7 +279,11 @@ def test_hub_ids(
             "text.txt has no columns; remove --text-column",
         ),
         ("SRC --data TEXT --separator x", "--separator splits text files into documents, but "),
-        ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
+        (
+            "SRC T5 --recall",
+            "one of stdlib-mha and t5gemma is an encoder-decoder and the other is not, so their "
+            "losses per token are not comparable",
+        ),
         ("T5 --recall", "--recall works only with decoders, but t5gemma is an encoder-decoder"),
         (
             "T5 --data TEXT --target-column none",
@@ -290,7 +298,7 @@ def test_hub_ids(
         ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         (
             "T5 SRC --data TEXT --target-column other",
-            "different kinds of models (one is an encoder-decoder)",
+            "one of t5gemma and stdlib-mha is an encoder-decoder and the other is not",
         ),
     ],
 )
@@ -361,7 +369,16 @@ def damaged(path: Path, damage: str) -> Path:
             "SRC BAD --data TEXT",
             "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', ",
         ),
-        ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
+        (
+            "nan",
+            "SRC BAD --data TEXT --precision bfloat16",
+            "bad: logits are not finite; look for NaN in the weights, or pass --precision float32",
+        ),
+        (
+            "nan",
+            "SRC BAD --data TEXT --precision float32",
+            "bad: logits are not finite; look for NaN in the weights\n",
+        ),
         ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
         ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
         (
@@ -386,7 +403,7 @@ def test_an_adapter_beside_weights(tmp_path: Path) -> None:
     """It may be merged into them already: no function loads such a directory."""
     bad = copy_source(tmp_path, "bad")
     (bad / "adapter_config.json").write_text("{}")
-    assert "bad has an adapter beside its weights (adapter_config.json)" in refused(
+    assert "bad has an adapter next to its weights (adapter_config.json)" in refused(
         f"SRC {bad} --data TEXT"
     )
     for weights in (True, False):
@@ -461,6 +478,21 @@ def test_an_interruption_prints_what_was_measured_before(
     assert row[0] in result.err
     assert result.err.endswith("gqa-eval: interrupted; no report was written\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_timings_are_printed_if_there_is_too_little_memory_to_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a table of quality, of which nothing was measured."""
+    # A device that is full when the first model is scored
+    monkeypatch.setattr(evaluate, "score", Mock(side_effect=torch.OutOfMemoryError("full")))
+    decoding = "--decode --decode-contexts 4 --decode-steps 1 --decode-batches 1"
+    done = run(*words(f"SRC G2 --data TEXT --context 64 {decoding}"), program="gqa-eval")
+    done.expect(2, out="", says="out of memory: full; lower --batch-size")
+    assert done.err.startswith("measured so far:\n")
+    table = done.err.partition("\nDecoding\n")[2].splitlines()
+    assert [line.split()[0] for line in table[:3]] == ["model", "stdlib-mha", "gqa2"]
+    assert "Quality on" not in done.err
 
 
 @pytest.mark.parametrize("where", ["head, found to split", "head", "decoding"])

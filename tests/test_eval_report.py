@@ -32,7 +32,7 @@ from gqa.convert.verdict import Level
 from gqa.eval.metrics import METRICS
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Table, Verdict, format_number, write_page
-from gqa.eval.report import open_report, verdicts
+from gqa.eval.report import open_report, tables, verdicts
 from gqa.study.options import Cell
 from gqa.study.plots import draw_study
 from gqa.study.recommendation import recommend
@@ -344,6 +344,17 @@ def test_a_verdict_says_what_is_saved_and_what_it_costs(
         f"b: {verdict}", level
     )
     assert verdicts({"models": [first]}) == []
+
+
+def test_the_timings_name_the_numerics_of_every_model() -> None:
+    point = {"seconds_per_token": 1.0, "fastest": 1.0, "slowest": 1.0, "prefill_seconds": 1.0}
+    models = []
+    for name, attention, dtype in (("a", "sdpa", "bfloat16"), ("b", "sdpa", "float32")):
+        numerics = {"attention": attention, "dtype": dtype}
+        decode = {"steps": 2, "repeats": 5, "points": [point | numerics]}
+        models.append({"name": name, "decode": decode})
+    note = tables({"models": models})[-1].note
+    assert note.endswith("repeats of 2 tokens, sdpa, bfloat16 and float32")
 
 
 def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch) -> None:

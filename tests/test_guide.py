@@ -33,12 +33,14 @@ from gqa.convert.api import prepare
 from gqa.convert.generate.sampling import sequences_of_model
 from gqa.convert.options import ConvertOptions
 from gqa.core import devices
-from gqa.uptrain.run_length import count_text_blocks
+from gqa.models.loading import WEIGHTS_SHARE
+from gqa.uptrain.run_length import text_blocks_among
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/guide-7b.md"
 QWEN_PAGE = PAGE.with_name("guide-qwen.md")
 VLLM_PAGE = PAGE.with_name("generate-with-vllm.md")
+README = ROOT / "README.md"
 PAGES = (PAGE, QWEN_PAGE, VLLM_PAGE)
 TASKS = ROOT / "examples/tasks.sh"
 COMPARE = ROOT / "examples/compare_answers.py"
@@ -280,7 +282,7 @@ def test_the_page_of_sums_says_what_a_training_needs(
     ("gpu", "options"),
     [
         ("48 GB, 80 GB", ""),
-        ("32 GB", "--optimizer adafactor"),
+        ("32 GB, 40 GB", "--optimizer adafactor"),
         ("24 GB", "--train kv"),
         ("24 GB, 16 KV heads", "--train kv --optimizer adafactor"),
     ],
@@ -314,6 +316,52 @@ def test_the_guide_says_what_other_trainings_need(
 ) -> None:
     _, everything = plan_of_training(options, models, monkeypatch)
     assert sentence.format(f"{everything:.0f}") in one_line(PAGE)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_the_page_of_sums_says_what_the_disk_must_hold(
+    kv_heads: int, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models, and two saved states while it trains; both conversions for those who compare."""
+
+    def converted(heads: int) -> int:
+        return read_checkpoint(models / f"{LLAMA}-gqa{heads}-refined").nbytes
+
+    base = read_checkpoint(models / LLAMA).nbytes
+    result, other = converted(kv_heads), converted(24 - kv_heads)
+    _, record = dry_run(
+        f"gqa-uptrain ./{LLAMA}-gqa{kv_heads}-refined {GUIDE_RUN}", models, monkeypatch
+    )
+    states = 2 * record["state"]
+    lines = SUMS.read_text().partition("\n## Disk space\n")[2].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if "GiB |" in line]
+    shown = [row[1 if kv_heads == 8 else 2] for row in rows[:7]]
+    sizes = [base, result, other, result, result, states]
+    assert shown == [f"{size / 2**30:.1f} GiB" for size in [*sizes, sum(sizes)]]
+    if kv_heads == 8:
+        less = [base + result, base + result + other, base + 2 * result + states]
+        assert [row[1] for row in rows[-3:]] == [f"{size / 2**30:.1f} GiB" for size in less]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_the_page_of_sums_says_what_the_host_must_hold(
+    kv_heads: int, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that are loaded into CPU memory first, because they fill too much of a 40 GB GPU."""
+    base = read_checkpoint(models / LLAMA)
+    converted = read_checkpoint(models / f"{LLAMA}-gqa{kv_heads}-refined")
+    _, record = dry_run(
+        f"gqa-uptrain ./{LLAMA}-gqa{kv_heads}-refined {GUIDE_RUN}", models, monkeypatch
+    )
+    at_the_start = 4 * converted.parameters + base.nbytes
+    assert GPUS["40 GB (39 GiB)"] * WEIGHTS_SHARE < at_the_start
+    assert at_the_start < GPUS["48 GB (44 GiB)"] * WEIGHTS_SHARE
+    lines = SUMS.read_text().partition("\n### CPU memory (RAM)\n")[2].splitlines()
+    cells = [line.strip("| ").split(" | ")[1 if kv_heads == 8 else 2] for line in lines[3:9]]
+    best = f"{record['state'] / 4 / 2**30:.1f} GiB"  # a quarter of weights, average and AdamW
+    assert cells[0] == f"{base.nbytes / 2**30:.1f} GiB"
+    assert cells[2:4] == [best, f"{best} more"]
+    assert cells[5] == f"{at_the_start / 2**30:.1f} GiB"
 
 
 def test_longer_blocks_need_more_activations(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,9 +457,11 @@ def test_the_conversions_that_are_compared_are_made() -> None:
     assert compared[1 : compared.index("--data")] == [f"./{LLAMA}", *conversions]
 
 
-def write_samples(directory: Path, task: str, date: str, rows: Sequence[dict[str, Any]]) -> None:
+def write_samples(
+    directory: Path, task: str, date: str, rows: Sequence[dict[str, Any]], model: str = "model"
+) -> None:
     """Answers in a file as lm_eval writes it."""
-    path = directory / f"model/samples_{task}_{date}.jsonl"
+    path = directory / model / f"samples_{task}_{date}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -449,6 +499,22 @@ def test_the_script_compares_the_answers_of_two_models(tmp_path: Path) -> None:
     assert done.stderr == "error: the directories have no answers to the same questions\n"
 
 
+def test_answers_of_several_models_in_a_directory_are_not_compared(tmp_path: Path) -> None:
+    """A longer run, whose name sorts before the shorter one's: neither is the other's result."""
+    base, result = tmp_path / "tasks-base", tmp_path / "tasks-result"
+    early, late = "2026-01-01T10-00-00.000001", "2026-01-02T09-00-00.000001"
+    write_samples(base, "triviaqa", early, answers(1, 1))
+    write_samples(result, "triviaqa", early, answers(0, 0), "converted-uptrained")
+    write_samples(result, "triviaqa", late, answers(1, 1), "converted-100M-uptrained")
+    words = [sys.executable, str(COMPARE), base.name, result.name]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: tasks-result has answers of several models (tasks-result/converted-100M-uptrained, "
+        "tasks-result/converted-uptrained); move all but one of these directories away\n"
+    )
+
+
 def test_the_guide_compares_answers_that_it_has_collected() -> None:
     collected = {f"tasks-{shlex.split(one)[2]}" for one in commands_of("sh")}
     compared = [
@@ -466,7 +532,7 @@ class Text:
 
 class Request:
     def __init__(self, chat):
-        prompt = chat[0]["content"]
+        prompt = chat[-1]["content"]
         self.outputs = [Text(prompt.upper(), "length" if "cut" in prompt else "stop")]
 
 
@@ -481,7 +547,7 @@ class LLM:
         return text.split()
 
     def chat(self, chats, sampling):
-        assert all(len(self.encode(chat[0]["content"])) < self.longest for chat in chats)
+        assert all(len(self.encode(chat[-1]["content"])) < self.longest for chat in chats)
         return [Request(chat) for chat in chats]
 
 
@@ -491,20 +557,30 @@ def SamplingParams(**options):
 
 
 def test_the_script_for_prompts_writes_whole_answers(tmp_path: Path) -> None:
-    """With a stand-in for vLLM that refuses long prompts, as vLLM does; a second run appends."""
+    """With a stand-in for vLLM that refuses long prompts, as vLLM does; a second run appends.
+
+    A prompt of one message, and a chat with a system prompt, which counts to its length.
+    """
     (script,) = (text for _, text in blocks(VLLM_PAGE, "python") if "model.chat" in text)
     (tmp_path / "answer.py").write_text(script)
     (tmp_path / "vllm.py").write_text(VLLM)
     prompts = ["hello", "cut this", "word " * 2048]
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    system = {"role": "system", "content": "Shout."}
+    user = {"role": "user", "content": "hello"}
+    long_system = {"role": "system", "content": "word " * 2048}
+    rows = [
+        *({"prompt": prompt} for prompt in prompts),
+        {"messages": [system, user]},
+        {"messages": [long_system, user]},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [sys.executable, "answer.py"]
     for _ in range(2):
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stdout == "3 prompts, 2 short enough, 1 whole answers\n"
+        assert done.stdout == "5 prompts, 3 short enough, 2 whole answers\n"
     chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "HELLO"}]
-    assert chats == [{"messages": messages}] * 2
+    answer = {"role": "assistant", "content": "HELLO"}
+    assert chats == [{"messages": [user, answer]}, {"messages": [system, user, answer]}] * 2
 
 
 def test_the_scripts_that_the_guide_copies_are_there() -> None:
@@ -565,6 +641,31 @@ def test_tasks_run_with_what_the_guide_says_to_edit(tmp_path: Path) -> None:
     assert called[-3:] == ["--apply_chat_template", "--limit", "50"]
 
 
+def test_tasks_are_not_run_into_a_directory_that_exists(tmp_path: Path) -> None:
+    """It would then have answers of two models."""
+    write_lm_eval(tmp_path)
+    (tmp_path / "tasks-result").mkdir()
+    words = ["sh", str(TASKS), "result", "./model", "2048"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: tasks-result exists: pass another NAME, or move tasks-result away\n"
+    )
+
+
+def test_tasks_in_transformers_refuse_a_cache_of_vllm(tmp_path: Path) -> None:
+    script = TASKS.read_text().replace("ENGINE=vllm\n", "ENGINE=hf\n")
+    (tmp_path / TASKS.name).write_text(script)
+    write_lm_eval(tmp_path)
+    words = ["sh", TASKS.name, "fp8", "./model", "2048", "dtype=float16", "kv_cache_dtype=fp8"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: kv_cache_dtype is an option of vLLM: leave it out with ENGINE=hf\n"
+    )
+    subprocess.run(words[:-1], cwd=tmp_path, capture_output=True, check=True)
+
+
 def test_tasks_without_a_context_are_refused(tmp_path: Path) -> None:
     """As with a variable of the guide that is not set."""
     words = ["sh", str(TASKS), "base", "./model"]
@@ -579,7 +680,12 @@ def test_both_models_are_served_with_the_same_options() -> None:
 
 
 # GPUs by the bytes that they have for weights and sequences.
-GPUS = {"80 GB": LARGE_GPU, "48 GB (44 GiB)": 44 * 2**30, "24 GB (22 GiB)": 22 * 2**30}
+GPUS = {
+    "80 GB": LARGE_GPU,
+    "48 GB (44 GiB)": 44 * 2**30,
+    "40 GB (39 GiB)": 39 * 2**30,
+    "24 GB (22 GiB)": 22 * 2**30,
+}
 # Seconds of a decoding step for each layer: of the measured model, 7.1 s for 255 tokens after the
 # first in 24 layers (docs/results.md).
 STEP_OF_A_LAYER = 7.1 / 255 / 24
@@ -605,8 +711,8 @@ def test_the_page_says_how_long_text_is_generated(models: Path) -> None:
         row = f"| {gpu} | {llama} | {hours[0]:.1f} hours | {qwen} | {hours[1]:.1f} hours |"
         assert row in SUMS.read_text()
     llama_hours = [hours for hours, _ in rows.values()]
-    shown = "2 hours on 80 GB, 4.5 on 48 GB, 15 on 24 GB"
-    assert llama_hours == pytest.approx([2, 4.5, 15], rel=0.15)
+    shown = "2 hours on 80 GB, 4.5 on 48 GB, 5.5 on 40 GB, 15 on 24 GB"
+    assert llama_hours == pytest.approx([2, 4.5, 5.5, 15], rel=0.15)
     assert shown in PAGE.read_text()
     assert "about half an hour on 80 GB and an hour on 48 GB" in one_line(QWEN_PAGE)
 
@@ -634,7 +740,7 @@ def test_the_text_of_vllm_is_enough_for_the_training(
     _, record = dry_run(training, models, monkeypatch)
     block = 2048
     blocks_of_run = record["steps"] * record["tokens_per_step"] // block
-    needed = count_text_blocks(blocks_of_run) * block + 8192
+    needed = text_blocks_among(blocks_of_run) * block + 8192
     scripts = [text for _, text in blocks(VLLM_PAGE, "python")]
     for script in scripts:
         compile(script, VLLM_PAGE, "exec")
@@ -655,7 +761,12 @@ def test_the_page_says_how_fast_vllm_can_write_at_most(models: Path) -> None:
 
 
 def test_the_page_says_what_fits_into_the_cache_of_vllm(models: Path) -> None:
-    rows = {"base model": (LLAMA, 512), "result": (f"{LLAMA}-gqa8-refined", 128)}
+    rows = {
+        "base model": (LLAMA, 512),
+        "result": (f"{LLAMA}-gqa8-refined", 128),
+        "result with 16 heads": (f"{LLAMA}-gqa16-refined", 256),
+        "the same with `fp8`": (f"{LLAMA}-gqa16-refined", 128),
+    }
     gib = 2**30
     available = 0.9 * 79 * gib
     for name, (model, kib) in rows.items():
@@ -669,13 +780,14 @@ def test_the_page_says_what_fits_into_the_cache_of_vllm(models: Path) -> None:
         assert cells in PAGE.read_text()
 
 
-def test_the_quick_start_trains_by_the_plan_of_the_guide() -> None:
-    page = PAGE.with_name("quickstart.md")
-    lines = [shlex.join(words) for words in commands(page) if "Llama-2-7b" in str(words)]
-    training = [line for line in lines if line.startswith("gqa-uptrain") and "--dry" not in line]
-    assert training
-    without_default = [one.replace(f" {DEFAULT_CONTEXT}", "") for one in commands_of("gqa-uptrain")]
-    assert set(training) <= {*commands_of("gqa-uptrain"), *without_default}
+def test_the_readme_converts_and_trains_by_the_plan_of_the_guide() -> None:
+    """But for the number of heads."""
+    lines = [shlex.join(words) for words in commands(README) if "Llama-2-7b" in str(words)]
+    for program in ("gqa-convert", "gqa-uptrain"):
+        of_program = [line for line in lines if line.startswith(program)]
+        shown = {re.sub(r"(gqa|--kv-heads )16\b", r"\g<1>8", line) for line in of_program}
+        assert shown
+        assert shown <= {*commands_of(program)}
 
 
 def test_the_page_shows_the_memory_of_its_models(

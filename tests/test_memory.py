@@ -1,4 +1,6 @@
-"""Caches of few bits: what attention reads of them; what decoding with a cache is timed on."""
+"""Caches of few bits: what attention reads of them; what decoding with a cache is timed on; what is
+said where memory ends.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads.kv_cache import CachedLayer
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods.maps_method import MapsMethod
+from gqa.convert.methods.table import METHODS
 from gqa.core.errors import RefusedError
 from gqa.eval import decode
 from gqa.eval.cache_formats import (
@@ -288,3 +293,22 @@ def test_points_of_two_models(
         assert first["prefill_seconds"] == prefills[1]
         seconds = [first[key] for key in ("fastest", "seconds_per_token", "slowest")]
         assert seconds == [(prefill + 1) / 2 for prefill in prefills]
+
+
+# ------------------------------------------------------------------------------- too little memory
+
+
+@pytest.mark.parametrize(
+    ("precision", "advice"),
+    [
+        ("float32", "lower --context, or pass --precision bfloat16 or another --device"),
+        ("bfloat16", "lower --context, or pass another --device"),
+        ("float16", "lower --context, or pass another --device"),
+    ],
+)
+def test_a_smaller_precision_is_advised_only_where_there_is_one(
+    precision: str, advice: str
+) -> None:
+    method = METHODS["calibrated"]
+    assert isinstance(method, MapsMethod)
+    assert method.out_of_memory_message(MapsOptions(precision=precision)).endswith(advice)

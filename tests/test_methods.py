@@ -137,7 +137,7 @@ def test_a_method_that_reads_text_is_one_object(
         result = "the mean of each group, measured on text"
 
         def fit(self, task: FitTask) -> FittedModule:
-            return FittedModule(task.module, task.pair.mean(task.module), error=0.5)
+            return FittedModule(task.module, task.pair.mean_maps(task.module), error=0.5)
 
     mean = converted(source, 2, tmp_path / "mean", "mean")
     monkeypatch.setitem(METHODS, "calibrated", Measured())

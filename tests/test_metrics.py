@@ -12,7 +12,7 @@ from support.repository import ROOT
 from gqa.eval.metrics import METRICS, RECALL_KINDS, Metric, measure_text
 from gqa.eval.page import Column
 from gqa.eval.scoring import ARRAYS, BASELINE, COMPARISONS, Scores, Window
-from gqa.eval.text import Text, make_text
+from gqa.eval.text import CutDocument, Text, make_text
 
 PAGE = ROOT / "docs/evaluating.md"
 METRICS_HEADER = (
@@ -65,7 +65,7 @@ def text_of(tokens: int) -> Text:
         Window(tuple(range(tokens + 1)), tokens, 0),
         Window(tuple(range(tokens + 1)), tokens, 1),
     ]
-    documents = [("a few words", [window], False) for window in windows]
+    documents = [CutDocument("a few words", [window]) for window in windows]
     return make_text(documents, "rolling", tokens)
 
 

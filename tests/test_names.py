@@ -178,7 +178,7 @@ def test_a_study(hostile: Path, tmp_path: Path) -> None:
         "--skip",
         "kl,recall",
     )
-    data = ("--data", hostile / f"{HOSTILE}.jsonl", "--heldout-fraction", 0.5)
+    data = ("--data", hostile / f"{HOSTILE}.jsonl", "--validation-fraction", 0.5)
     with fresh_accelerator():
         done = run(
             hostile / HOSTILE, *data, *options, "-o", tmp_path / "study", program="gqa-ablate"

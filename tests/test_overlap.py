@@ -104,7 +104,7 @@ def test_memory_has_a_bound_and_what_was_not_searched_is_said(
     monkeypatch.setattr("gqa.corpus.passages.MOST", 100)
     passages = Passages.of(sentences(3, 1))
     assert len(passages.hashes) == 100
-    assert passages.whole is False
+    assert passages.has_all_text is False
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -125,7 +125,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(tokenizer: Any, **options: Any) -> Dataloader:
-    given = {"steps": 40, "batch_size": 2, "heldout_tokens": 2048, "repeats": False} | options
+    given = {"steps": 40, "batch_size": 2, "validation_tokens": 2048, "repeats": False} | options
     return open_data(TrainOptions("m", Path("o"), **given), tokenizer, 64)
 
 
@@ -135,23 +135,23 @@ def shared(loader: Dataloader, tokenizer: Any) -> int:
     trained = tokenizer.decode(
         np.concatenate([loader.block(number)["input_ids"] for number in blocks])
     )
-    held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout_blocks]
+    held = [tokenizer.decode(block["input_ids"]) for block in loader.validation_blocks]
     assert held
     return len(set.union(*map(runs_of, held)) & runs_of(trained))
 
 
 CASES: list[dict[str, Any]] = [
-    {"data": "data.jsonl", "heldout": "held.txt"},
-    {"data": "data.txt", "heldout": "held.jsonl"},
-    {"data": "spaces.jsonl", "heldout": "held.jsonl"},
+    {"data": "data.jsonl", "validation": "held.txt"},
+    {"data": "data.txt", "validation": "held.jsonl"},
+    {"data": "spaces.jsonl", "validation": "held.jsonl"},
     {"data": "twice.txt", "steps": 100},
-    {"data": "data.txt", "heldout": "held.jsonl", "streaming": True},
+    {"data": "data.txt", "validation": "held.jsonl", "streaming": True},
 ]
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
-def test_heldout_text_in_other_documents_is_not_trained_on(
+def test_validation_text_in_other_documents_is_not_trained_on(
     tokenizer: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = opened(tokenizer, **case | {"data": (case["data"],)})
@@ -174,14 +174,16 @@ def test_heldout_text_in_other_documents_is_not_trained_on(
 
 
 @pytest.mark.usefixtures("files")
-def test_data_without_heldout_text_is_trained_on_as_it_is(tokenizer: Any) -> None:
+def test_data_without_validation_text_is_trained_on_as_it_is(tokenizer: Any) -> None:
     """Exact copies of held-out documents are left out as ever, and are no overlap."""
-    loader = opened(tokenizer, data=("data.jsonl",), heldout="other.jsonl")
+    loader = opened(tokenizer, data=("data.jsonl",), validation="other.jsonl")
     assert loader.overlap
     assert loader.overlap.documents == 0
     assert loader.overlap.share == 0.0
     assert loader.data_tokens == sum(len(tokenizer(text)["input_ids"]) + 1 for text in DOCUMENTS)
-    assert opened(tokenizer, data=("data.jsonl",), heldout="held.jsonl").overlap == loader.overlap
+    assert (
+        opened(tokenizer, data=("data.jsonl",), validation="held.jsonl").overlap == loader.overlap
+    )
 
 
 @pytest.fixture
@@ -211,7 +213,7 @@ def of_chats(files: tuple[Path, Path]) -> Dataloader:
         "m",
         Path("o"),
         data=(str(data),),
-        heldout=str(heldout),
+        validation=str(heldout),
         steps=2,
         batch_size=1,
         repeats=False,
@@ -219,7 +221,7 @@ def of_chats(files: tuple[Path, Path]) -> Dataloader:
     return TextDataBuilder(options, Encoders(with_template(CHATML)), 64).build()
 
 
-def test_chats_that_share_little_with_heldout_text_are_said_to_be_trained_on_whole(
+def test_chats_that_share_little_with_validation_text_are_said_to_be_trained_on_whole(
     chats_of_one_beginning: tuple[Path, Path],
 ) -> None:
     overlap = of_chats(chats_of_one_beginning).overlap
@@ -250,7 +252,7 @@ def test_documents_that_are_cut_are_told_from_those_that_are_trained_on_whole() 
 
 
 @pytest.mark.usefixtures("files")
-def test_documents_are_searched_for_heldout_text_once_for_all_runs(
+def test_documents_are_searched_for_validation_text_once_for_all_runs(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(tokenizer, data=("twice.txt",), steps=100)
@@ -272,8 +274,8 @@ def test_pairs_of_which_half_is_held_out_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("case", [{"heldout": "held.jsonl"}, {"heldout_fraction": 0.2}])
-def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
+@pytest.mark.parametrize("case", [{"validation": "held.jsonl"}, {"validation_fraction": 0.2}])
+def test_a_study_calibrates_on_no_validation_text_in_other_documents(
     tokenizer: Any, case: dict[str, Any]
 ) -> None:
     data = write(
@@ -285,7 +287,7 @@ def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
     ids = reader.blocks_and_heldout()[0].numpy()
     trained = runs_of(tokenizer.decode(ids.flatten()))
     part = parse_source(str(data)).heldout_part(0.2)
-    held = HELD if "heldout" in case else [*part.texts()]
+    held = HELD if "validation" in case else [*part.texts()]
     assert held
     assert not set.union(*map(runs_of, held)) & trained
 

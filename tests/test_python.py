@@ -163,7 +163,12 @@ def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: N
 def test_models_in_memory_are_trained_and_compared(
     place: Path, loaded: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
-    options: dict[str, Any] = {"steps": 1, "batch_size": 2, "context": 32, "heldout_fraction": 0.2}
+    options: dict[str, Any] = {
+        "steps": 1,
+        "batch_size": 2,
+        "context": 32,
+        "validation_fraction": 0.2,
+    }
     data = str(place / "data.jsonl")
     before = state(loaded)
     with fresh_accelerator():
@@ -172,11 +177,11 @@ def test_models_in_memory_are_trained_and_compared(
             data=data,
             teacher=loaded,
             tokenizer=tokenizer,
-            heldout_tokens=64,
+            validation_tokens=64,
             quiet=True,
             **options,
         )
-    assert result.record["losses"]["heldout_before"] is not None
+    assert result.record["losses"]["validation_before"] is not None
     assert state(loaded) == before
     text: dict[str, Any] = {
         "data": data,

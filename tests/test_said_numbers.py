@@ -17,7 +17,7 @@ from support.checkpoints import run
 from support.documents import open_data, write
 from support.embedded import texts
 from support.evaluations import results
-from support.patches import use_heldout_losses
+from support.patches import use_validation_losses
 from support.training import material, options_for, tiny_checkpoint, trained, words_for
 
 from gqa.convert.api import convert_checkpoint
@@ -55,7 +55,7 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
         }
         for number in count()
     )
-    use_heldout_losses(monkeypatch, losses)
+    use_validation_losses(monkeypatch, losses)
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (
@@ -74,20 +74,20 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
 def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
     said, record, card = uptrain(tmp_path / "out", teacher="none")
     assert "the weights with the lowest cross-entropy on them are written" in said
-    before, after = (record["losses"][f"heldout_{when}"] for when in ("before", "after"))
+    before, after = (record["losses"][f"validation_{when}"] for when in ("before", "after"))
     assert (
         f"validation  cross-entropy {before:.4f} -> {after:.4f} nats per token (lowest: step"
         in said
     )
     assert "divergence" not in said + card
-    assert record["losses"]["chosen_by"] == "heldout"
+    assert record["losses"]["chosen_by"] == "validation"
 
 
 # ------------------------------------------------------------------------------------ alpha, tokens
 
 
 def loader_of(tokenizer: Any, path: Path, **options: Any) -> Dataloader:
-    given = {"heldout_tokens": 1, "repeats": False} | options
+    given = {"validation_tokens": 1, "repeats": False} | options
     return open_data(TrainOptions("m", Path("o"), data=(str(path),), **given), tokenizer, 64)
 
 
@@ -189,7 +189,9 @@ def test_percentages_are_whole_only_of_all() -> None:
 
 
 def test_a_record_of_training_has_what_was_chosen(tmp_path: Path) -> None:
-    options = options_for(material() / "model", tmp_path / "out", teacher="none", heldout_tokens=64)
+    options = options_for(
+        material() / "model", tmp_path / "out", teacher="none", validation_tokens=64
+    )
     assert options.micro_batch is None
     assert options.warmup is None
     assert options.device is None
@@ -212,7 +214,7 @@ def test_a_record_of_generated_text_says_whether_it_repeats(tmp_path: Path) -> N
             data=(data,),
             teacher=str(material() / "teacher"),
         )
-        _, record = trained(replace(options, overwrite=True, heldout_tokens=64))
+        _, record = trained(replace(options, overwrite=True, validation_tokens=64))
         assert record["options"]["repeats"] is expected
 
 

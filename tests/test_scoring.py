@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
+from support.documents import lines
+from support.embedded import SOURCE, UNIFORM_VOCABULARY, copy_source, load, texts, tokenizer
 from support.evaluations import model_directory, results
 
 from gqa.corpus.encoders import Encoders, HarnessEncoder
@@ -26,7 +28,7 @@ from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.statistics import paired_ratio
 from gqa.eval.metrics import measure_text
 from gqa.eval.scoring import rolling_windows, score
-from gqa.eval.text import Text, document_windows, make_text
+from gqa.eval.text import CutDocument, Text, document_windows, make_text
 from gqa.models.chunked_head import ChunkedHead
 
 TEXTS = texts(4, 1500)
@@ -159,8 +161,23 @@ def test_bytes_of_text_cut_by_a_tokenizer_in_python_are_its_share() -> None:
     assert bytes_of(Characters(), 150) == len(TEXTS[0][:150].encode())
 
 
+def test_a_limit_counts_the_scored_tokens_of_chats(tmp_path: Path) -> None:
+    """BOS, which the template writes, is none of them, and is not among the bytes."""
+    model = copy_source(tmp_path, "chats")
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    line = f"{model} --data {lines(tmp_path / 'chats.jsonl', *chats)} --context 128"
+
+    for limit in (50, 100, 900):
+        assert results(f"{line} --tokens {limit}")["text"]["tokens"] == limit
+    whole = results(line)["text"]
+    assert whole["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert whole["words"] == sum(len(re.split(r"\s+", text)) for text in TEXTS)
+
+
 def test_one_token_of_bos_has_no_bits_per_byte() -> None:
-    text = make_text([("", [*rolling_windows([1], 8, 1)], False)], "rolling", 8)
+    text = make_text([CutDocument("", [*rolling_windows([1], 8, 1)])], "rolling", 8)
     assert perplexity(np.ones(1), text)["bits_per_byte"] is None
 
 
@@ -278,7 +295,7 @@ def test_rolling_perplexity_is_that_of_the_harness(
 def distributions(kl, top1_agreement, acceptance):
     """The metrics of two models' distributions."""
     scores = {"kl": kl, "top1_agreement": top1_agreement, "acceptance": acceptance}
-    text = make_text([("a", [*rolling_windows([1, 2], 8, 1)], False)], "rolling", 8)
+    text = make_text([CutDocument("a", [*rolling_windows([1, 2], 8, 1)])], "rolling", 8)
     return measure_text(scores, text, compares=True)
 
 

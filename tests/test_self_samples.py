@@ -176,7 +176,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
             context=SIZE,
             steps=2,
             batch_size=4,
-            heldout_tokens=SIZE,
+            validation_tokens=SIZE,
         )
         data = build_data(
             options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT

@@ -31,7 +31,7 @@ from gqa.corpus.specs import (
     parse_source,
     parse_sources,
 )
-from gqa.uptrain.data_sources import data_sources, heldout_sources
+from gqa.uptrain.data_sources import data_sources, validation_sources
 from gqa.uptrain.options import TrainOptions
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in
@@ -225,13 +225,13 @@ def test_an_entry_makes_a_source() -> None:
 @pytest.mark.usefixtures("_tales")
 def test_an_entry_names_what_is_held_out_of_it_alone() -> None:
     def held_out(*data: str, **options: Any) -> list[str]:
-        sources = heldout_sources(TrainOptions("m", data=data, **options))
+        sources = validation_sources(TrainOptions("m", data=data, **options))
         return [source.spec for source in sources]
 
     assert held_out("tales:old") == ["tales:new"]
     assert held_out("tales:new") == []
     assert held_out("tales:old", "general") == []
-    assert held_out("tales:old", heldout="general") == ["general"]
+    assert held_out("tales:old", validation="general") == ["general"]
 
 
 # What is in a file, and how what is said of it goes on after its name.
@@ -398,9 +398,10 @@ def test_options_of_sources_are_not_ignored(
 def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one--two")
     specs, parts = (str(tmp_path / "a.txt"),), []
-    training = TrainOptions("m", data=specs, heldout=specs[0], separator="--")
+    training = TrainOptions("m", data=specs, validation=specs[0], separator="--")
     parts += [
-        list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))
+        list(sources[0].texts())
+        for sources in (data_sources(training), validation_sources(training))
     ]
     parts.append(list(CalibrationText(specs, separator="--")._parse(specs[0]).texts()))
     assert parts == [["one", "two"]] * 3
@@ -477,6 +478,18 @@ def data_set(directory: Path) -> Path:
         "b/train.jsonl\n---\n"
     )
     return directory
+
+
+def test_a_dataset_that_the_hub_does_not_show_is_refused_with_advice(
+    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be there for who is logged in."""
+    use_data_hub(monkeypatch, hub.endpoint)
+    use_data_cache(monkeypatch, tmp_path / "cache")
+    with machine.entered():
+        refused = refusal("lab/none")
+    assert refused.endswith("; check the name, or log in (hf auth login)")
+    assert ".;" not in refused
 
 
 def test_hub(

@@ -266,7 +266,7 @@ def test_names_of_the_class(name: str, tmp_path: Path) -> None:
     assert saved_tensors(model, model.state_dict()).keys() != model.state_dict().keys()
     plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated")
     pair, expected = ModelPair(plan, on_ids()), model.state_dict()
-    for layer in range(pair.layers):
+    for layer in range(pair.n_layers):
         pair.base_model.load(layer)
     loaded = {
         key: tensor
@@ -348,7 +348,7 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     )
     for text, message in (
         (sampled, head),
-        (Ids(count=8), "gives no logits; pass a checkpoint with its head"),
+        (Ids(count=8), "returns no logits; pass a checkpoint that has its language-model head"),
     ):
         with pytest.raises(RefusedError, match=f"Qwen3Model {message}"):
             heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=text))

@@ -252,7 +252,7 @@ def calibrated(
 ) -> tuple[Calibrator, dict[str, HeadMaps]]:
     """What has gone through all layers, and the maps, which lose nothing."""
     calibrator = Calibrator(plan, given, on_ids(**options))
-    results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+    results = [result for layer in range(calibrator.n_layers) for result in calibrator.run(layer)]
     assert results
     assert all(result.error < 1e-6 for result in results)
     return calibrator, {result.module.path: result.maps for result in results}
@@ -264,18 +264,18 @@ def check_frequencies(pair: ModelPair, name: str, length: int) -> None:
     """
     symmetry, text, found = (
         pair.symmetry,
-        pair.plan.config.text_config,
+        pair.config.text_config,
         list[tuple[AttentionModule, Rotary]](),
     )
     assert symmetry
-    for module in (module for layer in range(pair.layers) for module in pair.modules_of(layer)):
-        key_dim = pair.plan.config.heads(module.layer).key_dim
+    for module in (module for layer in range(pair.n_layers) for module in pair.modules_of(layer)):
+        key_dim = pair.config.heads(module.layer).key_dim
         found.append((module, symmetry.rotary(text, module.layer, key_dim, length)))
     known = [(module, rotary) for module, rotary in found if rotary.frequencies]
     turned = symmetry.can_align_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(known) == (turned and name not in UNLIMITED)
     for module, rotary in known[:1]:
-        stream = pair.first_stream({"input_ids": torch.full((1, length), 5)})
+        stream = pair.states_before_layers({"input_ids": torch.full((1, length), 5)})
         stream.hidden = torch.randn(stream.hidden.shape[-1]).expand(1, length, -1)
         attention = pair.base_model.load(module.layer).attention(module.path)
         (capture,) = attention.capture(stream, "heads")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -59,7 +61,12 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     log_every_line(monkeypatch)
     out = tmp_path / "out"
     done = command(
-        out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False
+        out,
+        tokens="2.5K",
+        train="kv",
+        teacher=place / "teacher",
+        validation_fraction=0.2,
+        quiet=False,
     )
     assert done.code == 0, done.err
     lines = done.said.splitlines()
@@ -154,6 +161,69 @@ def test_a_diverged_run_is_repeated_as_its_error_says(
         command(tmp_path / "out", **lower, overwrite=True).expect(0)
 
 
+def test_a_run_that_diverges_with_nothing_saved_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not advise --overwrite: nothing is in the way of another rate."""
+    given = {"steps": 3, "warmup": 0}
+    with monkeypatch.context() as patch:
+        infinite_gradient(patch, 2)
+        diverged = command(tmp_path / "out", **given)
+    diverged.expect(
+        1,
+        says="not finite in step 2; nothing was saved before. Repeat the command with a lower "
+        "--learning-rate or a longer --warmup",
+    )
+
+    with fresh_accelerator():
+        command(tmp_path / "out", **given, learning_rate=1e-5).expect(0)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "Free some space"),
+        (errno.EDQUOT, "Free some space"),
+        (errno.EACCES, "Check that directory and its disk"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_needs_space_only_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    # There are disks that are full, and directories that nobody may write to; root may
+    monkeypatch.setattr("gqa.uptrain.state.write_tensors", fail)
+    done = command(tmp_path / "out", steps=2, save_every=1)
+    assert done.code == 0, done.err
+    assert f"{os.strerror(number)}); no state was saved before. {advice}. The run goes on" in (
+        done.err
+    )
+
+
+def test_a_continued_run_goes_on_if_its_log_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        infinite_gradient(patch, 2)
+        command(out, steps=3, save_every=1).expect(1)
+
+    def fail(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # A disk that is full while the log is written anew
+    monkeypatch.setattr("gqa.uptrain.log.replacing", fail)
+    with fresh_accelerator():
+        done = command(out, steps=3, save_every=1)
+    done.expect(
+        err=f"warning: {out}-state/metrics.jsonl: No space left on device; steps that are repeated "
+        "are in it twice. The run goes on\n"
+    )
+    assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == 3
+
+
 check_refused = partial(checkpoints.check_refused, program="gqa-uptrain", advice="")
 Refusals = list[tuple[dict[str, Any], str]]  # options, and what is said of them
 
@@ -196,11 +266,11 @@ def refusals(place: Path, root: Path) -> Refusals:
             "less than one block of 64 tokens; raise --alpha, or lower --context",
         ),
         ({"data": empty}, "holds no text: it is empty or blank"),
-        ({"heldout": place / "data.jsonl"}, "all documents are validation text"),
-        ({"heldout": small}, "the validation text has less than one block of 64 tokens"),
+        ({"validation": place / "data.jsonl"}, "all documents are validation text"),
+        ({"validation": small}, "the validation text has less than one block of 64 tokens"),
         (
-            {"heldout_fraction": 1e-6},
-            "--heldout-fraction 1e-06 holds out no document; raise it, or pass more data",
+            {"validation_fraction": 1e-6},
+            "--validation-fraction 1e-06 holds out no document; raise it, or pass more data",
         ),
         (
             {"model": packed},
@@ -285,7 +355,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert list(tmp_path.iterdir()) == []
     # A file of metrics on a full disk
-    monkeypatch.setattr(setup.Setup, "log_path", Path("/dev/full"))
+    monkeypatch.setattr(setup.OpenedRun, "log_path", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
     warning = (
         "warning: /dev/full: No space left on device; steps are missing in it. The run goes on\n"
@@ -359,7 +429,7 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 steps=2,
                 compile=compiled,
                 batch_size=4,
-                heldout_tokens=256,
+                validation_tokens=256,
             ).code
             == 0
         )

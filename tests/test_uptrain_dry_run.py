@@ -52,7 +52,7 @@ def test_the_output_directory_is_printed_in_the_plan_and_at_the_start(
     converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(converted.parent)
-    words = [converted.name, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    words = [converted.name, "--steps", 1, "--batch-size", 2, "--validation-tokens", 128]
     output_line = f"output      {converted.name}-uptrained"
     assert line(uptrain(*words, "--dry-run").out, "output ") == output_line
 
@@ -64,7 +64,17 @@ def test_the_output_directory_is_printed_in_the_plan_and_at_the_start(
 
 @pytest.mark.parametrize("scope", ["all", "attention", "kv", "lora"])
 def test_a_dry_run_counts_the_parameters_that_a_run_trains(converted: Path, scope: str) -> None:
-    words = [converted, "--train", scope, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    words = [
+        converted,
+        "--train",
+        scope,
+        "--steps",
+        1,
+        "--batch-size",
+        2,
+        "--validation-tokens",
+        128,
+    ]
     planned = uptrain(*words, "--dry-run")
     done = uptrain(*words)
     assert done.code == 0, done.err
@@ -101,7 +111,7 @@ def test_adafactor_and_no_teacher_need_less_memory(converted: Path) -> None:
     ],
 )
 def test_a_dry_run_counts_the_steps_of_a_run(converted: Path, words: tuple[object, ...]) -> None:
-    given = [converted, *words, "--heldout-tokens", 128]
+    given = [converted, *words, "--validation-tokens", 128]
     planned = line(uptrain(*given, "--dry-run").out, "steps ")
     done = uptrain(*given)
     assert done.code == 0, done.err
@@ -136,7 +146,7 @@ def test_the_default_precision_is_bfloat16_where_the_device_has_it(
 ) -> None:
     """The plan says it, and the run computes in it."""
     use_bfloat16(monkeypatch, native)
-    words = [converted, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    words = [converted, "--steps", 1, "--batch-size", 2, "--validation-tokens", 128]
     assert plan(*words)["precision"] == expected
 
     with fresh_accelerator():
@@ -190,7 +200,7 @@ def test_the_estimate_counts_what_each_parameter_takes(
 
 
 def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None:
-    words = [converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128]
+    words = [converted, "--steps", 2, "--batch-size", 2, "--validation-tokens", 128]
     done = uptrain(*words, "--save-every", 1, "--keep-state")
     assert done.code == 0, done.err
     state = converted.with_name("converted-uptrained-state") / "step-00000001"
@@ -204,13 +214,13 @@ def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
         ("--steps", 1, "--tokens", 8),
         ("--teacher", "none"),
         ("--data", "none.jsonl"),
-        ("--heldout", "none.jsonl"),
+        ("--validation", "none.jsonl"),
         ("--data", "self:1K", "--tokens", "2K"),
         ("--data", "self:30"),
         ("--context", 100_000),
         ("--context", 1),
         ("--tokens", 64, "--batch-size", 999),
-        ("--heldout", "self"),
+        ("--validation", "self"),
         ("--target-column", "meant"),
     )
     for words in refused:
@@ -231,7 +241,7 @@ def test_options_that_only_the_config_refuses_are_refused_before_weights_are_rea
     ("words", "says"),
     [
         (("--data", "none.jsonl"), "none.jsonl"),
-        (("--heldout", "none.jsonl"), "none.jsonl"),
+        (("--validation", "none.jsonl"), "none.jsonl"),
         (("--device", "nowhere"), "there is no device nowhere"),
         (("--train", "lora"), "--train lora needs peft"),
     ],

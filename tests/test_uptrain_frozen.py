@@ -47,10 +47,10 @@ RUNS = [
 
 def run_in_bfloat16(model: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Any]:
     """Stored tensors and held-out losses of two steps."""
-    short = {"steps": 2, "heldout_tokens": 64, "context": 32, "precision": "bfloat16"}
+    short = {"steps": 2, "validation_tokens": 64, "context": 32, "precision": "bfloat16"}
     with fresh_accelerator():
         progress, _ = trained(options_for(model, out, **short | options))
-    return load(out), progress.lowest_heldout
+    return load(out), progress.lowest_validation
 
 
 def keep_in_float32(patch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def run(model: Path, out: Path, rate: float, **given: Any) -> dict[str, Any]:
         "eval_every": EVERY,
         "warmup": 0,
         "schedule": "linear",
-        "heldout_tokens": 256,
+        "validation_tokens": 256,
         "teacher": str(material() / "teacher"),
     }
     trained(options_for(model, out, learning_rate=rate, **options | given))
@@ -59,9 +59,9 @@ def test_the_rate_falls_to_a_third_whenever_the_loss_has_not_fallen(
         scheduled = TOO_FAST * (STEPS - number) / STEPS
         assert step["learning_rate"] == pytest.approx(scheduled / 3**cuts)
         is_last = step["step"] == STEPS
-        if "heldout_kl" in step and not is_last:
-            cuts += step["heldout_kl"] >= lowest
-            lowest = min(lowest, step["heldout_kl"])
+        if "validation_kl" in step and not is_last:
+            cuts += step["validation_kl"] >= lowest
+            lowest = min(lowest, step["validation_kl"])
     assert record["losses"]["rate_cuts"] == cuts >= 1
 
 
@@ -81,7 +81,7 @@ def test_a_small_fall_lowers_no_rate(converted: Path, tmp_path: Path) -> None:
     """It may be that of a rate which is too low."""
     record = run(converted, tmp_path / "out", HARDLY)
     before = record["losses"]["distillation_before"]
-    first = metrics(tmp_path / "out" / "gqa_uptraining.jsonl")[EVERY - 1]["heldout_kl"]
+    first = metrics(tmp_path / "out" / "gqa_uptraining.jsonl")[EVERY - 1]["validation_kl"]
     assert 0.99 * before < first < before
     assert record["losses"]["rate_cuts"] == 0
 
@@ -148,7 +148,7 @@ def test_processes_and_shards_go_back_alike(runs: Runs, tmp_path: Path) -> None:
         "warmup": 0,
         "learning_rate": TOO_FAST,
         "teacher": "teacher",
-        "heldout_tokens": 256,
+        "validation_tokens": 256,
     }
     ways: dict[str, tuple[int, list[Step]]] = {
         "one": (1, []),

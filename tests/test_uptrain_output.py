@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import load, tensor_bytes
 from support.families import write_checkpoint
-from support.patches import use_heldout_losses
+from support.patches import use_validation_losses
 from support.tiny_models import TINY, build
 from support.training import difference, losses, options_for, tiny_checkpoint, trained
 from torch import Tensor
@@ -141,7 +141,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> None:
     rate is.
     """
     losses = ({"kl": loss, "cross_entropy": loss} for loss in count(9, -1))
-    use_heldout_losses(monkeypatch, losses)
+    use_validation_losses(monkeypatch, losses)
 
 
 def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
@@ -211,14 +211,14 @@ def test_the_held_out_loss_is_that_of_what_is_written(tmp_path: Path, scope: str
     """
     source = tiny_checkpoint(tmp_path / "source", "llama+tied", dtype="bfloat16")
     given: dict[str, Any] = {
-        "heldout_tokens": 512,
+        "validation_tokens": 512,
         "learning_rate": 2e-4,
         "train": scope,
         "steps": 4,
     }
     progress, _ = trained(options_for(source, tmp_path / "out", **given))
     again, _ = trained(options_for(tmp_path / "out", tmp_path / "again", **given | {"steps": 1}))
-    assert progress.lowest_heldout == pytest.approx(again.first_heldout, abs=1e-6)
+    assert progress.lowest_validation == pytest.approx(again.first_validation, abs=1e-6)
 
 
 @pytest.mark.parametrize("scope", ["all", "lora"])
@@ -242,7 +242,7 @@ ADAPTED = ["phimoe", "falcon_h1", "llama4_text", "nemotron_h", "glm4_moe", "zamb
 def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, name: str) -> None:
     """Layers that return tuples or are read without being called stay as they are."""
     source = tiny_checkpoint(tmp_path / "source", name)
-    _, changed = train(source, tmp_path / "out", train="lora", heldout_tokens=64)
+    _, changed = train(source, tmp_path / "out", train="lora", validation_tokens=64)
     assert [key for key in changed if "_proj" in key]
     assert not [
         key
@@ -271,7 +271,7 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
         f"-o{first}",
     ]
     given = options_for(
-        words[0], first, alpha=0.1, steps=None, heldout_tokens=256, teacher=str(source)
+        words[0], first, alpha=0.1, steps=None, validation_tokens=256, teacher=str(source)
     )
     _, record = trained(given, argv=words)
     written = json.loads((first / "gqa_uptraining.json").read_text())
@@ -291,7 +291,7 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
         f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens of `data.jsonl` in " in text
     )
     assert (
-        f"| cross-entropy | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |"
+        f"| cross-entropy | {losses['validation_before']:.4f} | {losses['validation_after']:.4f} |"
         in text
     )
     assert text.index("# first") < text.index("### Source\n\nBy me.")

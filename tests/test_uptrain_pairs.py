@@ -92,7 +92,7 @@ def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any)
         "batch_size": 4,
         "steps": 4,
         "learning_rate": 1e-2,
-        "heldout_tokens": 256,
+        "validation_tokens": 256,
     }
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
@@ -104,7 +104,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs": ("marian", PAIRS),
     "self": ("t5", {"data": "self"}),
     "self without marks": ("marian", {"data": "self:1K"}),
-    "nothing is said": ("bart", {"data": None, "heldout_tokens": 64}),
+    "nothing is said": ("bart", {"data": None, "validation_tokens": 64}),
 }
 
 
@@ -113,7 +113,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
 def test_training_comes_nearer_to_the_teacher(tmp_path: Path, name: str) -> None:
     model, given = DATA[name]
     progress, record = trained(options(model, tmp_path / "out", **given))
-    before, after = progress.first_heldout, progress.lowest_heldout
+    before, after = progress.first_validation, progress.lowest_validation
     assert after["kl"] < 0.98 * before["kl"], (before, after)
     assert record["steps"] == 4
     assert record["teacher"] == f"{model}-base"
@@ -122,7 +122,7 @@ def test_training_comes_nearer_to_the_teacher(tmp_path: Path, name: str) -> None
 
 def words(name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> list[str]:
     """Of the command, for a short run."""
-    short = {"context": 32, "batch_size": 4, "steps": 4, "heldout_tokens": 256}
+    short = {"context": 32, "batch_size": 4, "steps": 4, "validation_tokens": 256}
     place = pair_material()
     return words_for(
         place / name, place / data if data and data != "self" else data, out, **short | given
@@ -176,7 +176,7 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
         seen[alpha] = [
             tuple(data.block(number)["labels"].tolist()) for number in range(data.steps * 4)
         ]
-        held = {tuple(block["labels"].tolist()) for block in data.heldout_blocks}
+        held = {tuple(block["labels"].tolist()) for block in data.validation_blocks}
         assert len(held) == 3
         assert not held & set(seen[alpha])
     assert seen[0.5][:16] == seen[0.25]
@@ -184,10 +184,10 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
     rounded = re.search(r"of (\S+) tokens on average", data.summary)
     assert rounded
     mean = float(rounded[1])
-    tokens = {"tokens": round(20.5 * mean), "heldout_tokens": round(2.5 * mean), "steps": None}
+    tokens = {"tokens": round(20.5 * mean), "validation_tokens": round(2.5 * mean), "steps": None}
     setup = prepare(options("marian", tmp_path / "out", **PAIRS | tokens))
     assert setup.dataloader.steps == 20 // 4
-    assert len(setup.dataloader.heldout_blocks) == 2
+    assert len(setup.dataloader.validation_blocks) == 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -198,7 +198,7 @@ def test_tokens_count_by_the_mean_of_the_pairs_that_are_left(tmp_path: Path) -> 
     data = lines(tmp_path / "data.jsonl", *PAIR_ROWS, *long)
     heldout = lines(tmp_path / "heldout.jsonl", {"said": passage, "meant": passage})
 
-    given = PAIRS | {"data": str(data), "heldout": str(heldout), "context": 64, "batch_size": 1}
+    given = PAIRS | {"data": str(data), "validation": str(heldout), "context": 64, "batch_size": 1}
     given |= {"tokens": 900, "steps": None}
     loader = prepare(options("marian", tmp_path / "out", **given)).dataloader
 
@@ -221,6 +221,20 @@ def test_pairs_need_no_eos_of_the_tokenizer(tmp_path: Path) -> None:
 
     ends = {int(loader.block(number)["labels"][-1]) for number in range(4)}
     assert ends == {checkpoint.config["eos_token_id"]}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["spans", "pairs", "self"])
+def test_validation_tokens_are_those_of_both_sides_of_a_pair(tmp_path: Path, name: str) -> None:
+    model, given = DATA[name]
+    data = prepare(options(model, tmp_path / "out", **given)).dataloader
+    sides = [
+        token
+        for block in data.validation_blocks
+        for side in ("input_ids", "labels")
+        for token in block[side]
+    ]
+    assert data.validation_tokens == len(sides) > 0
 
 
 @pytest.mark.usefixtures("alone")

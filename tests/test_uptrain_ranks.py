@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
-    options = {"steps": 3, "batch_size": 8, "heldout_fraction": 0.2} | RUNS[name]
+    options = {"steps": 3, "batch_size": 8, "validation_fraction": 0.2} | RUNS[name]
     runs.finish(*runs.words(tmp_path / "8x1", micro_batch=1, **options))
     for way, (ranks, micro) in {"4x2": (1, 2), "2 ranks x 2x2": (2, 2)}.items():
         words = runs.words(tmp_path / way, micro_batch=micro, **options)
@@ -132,7 +132,7 @@ def test_hub_ids(
     hub.repo("lab/mha", tiny_checkpoint(tmp_path / "mha", kv_heads=4))
     hub.repo("lab/mha-gqa2", tiny_checkpoint(tmp_path / "gqa2"))
     hub.repo("lab/data", tmp_path / "data")
-    words = ["--data", "lab/data", "--streaming", "--tokens", "1K", "--heldout-tokens", "1K"]
+    words = ["--data", "lab/data", "--streaming", "--tokens", "1K", "--validation-tokens", "1K"]
     words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
     done = machine.run("lab/mha-gqa2", *words, program="gqa-uptrain")
     assert done.code == 0, done.err
@@ -163,7 +163,9 @@ def test_the_launcher_says_the_precision(
 
 def test_all_processes_read_what_the_teacher_writes(runs: Runs, tmp_path: Path) -> None:
     for ranks in (1, 2):
-        words = runs.words(tmp_path / str(ranks), teacher="teacher", context=16, heldout_tokens=128)
+        words = runs.words(
+            tmp_path / str(ranks), teacher="teacher", context=16, validation_tokens=128
+        )
         words[words.index("--data") + 1] = "self:1K"
         runs.finish(*words, ranks=ranks)
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)

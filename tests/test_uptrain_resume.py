@@ -44,7 +44,7 @@ STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "streaming": {
         "streaming": True,
-        "heldout_tokens": 640,
+        "validation_tokens": 640,
         "optimizer": "adafactor",
         "schedule": "cosine",
     },
@@ -132,7 +132,7 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     assert difference(one, other) == 0
     recorded = json.loads((one / "gqa_uptraining.json").read_text())["losses"]
     assert recorded["best_step"] == 1
-    assert recorded["heldout_after"] == 8
+    assert recorded["validation_after"] == 8
     if name == "plain":
         for steps, losses, equal in ((1, [9, 8], True), (2, [9, 8, 7], False)):
             words = saving(runs, tmp_path / str(steps), **options | {"steps": steps})

@@ -67,7 +67,7 @@ def test_a_teacher_with_other_padding_teaches(tmp_path: Path, wider: str) -> Non
 
     def divergence(name: str, source: Path | str) -> Any:
         words = words_for(
-            model, source, tmp_path / name, teacher=teacher, steps=1, heldout_tokens=256
+            model, source, tmp_path / name, teacher=teacher, steps=1, validation_tokens=256
         )
         done = run(*words, program="gqa-uptrain")
         assert done.code == 0, done.err

@@ -12,13 +12,13 @@ from gqa.convert.advice import evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import parse_self
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.setup import Run
+from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import TrainingProgress
 
 _MORE = 10  # times the tokens, after a training that did not help
 
 
-def next_line(run: Run, progress: TrainingProgress) -> str:
+def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
     """How to measure the result against its base model, with a command that runs as it is printed;
     of a result that equals the model before training, how to train longer.
 
@@ -62,7 +62,7 @@ def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     return f"train on more tokens: the same command with --overwrite and {length}{instead}"
 
 
-def _baseline(run: Run) -> tuple[str, str | None]:
+def _baseline(run: OpenedRun) -> tuple[str, str | None]:
     """What the result is compared with, and its --revision for gqa-eval.
 
     With a teacher that is the teacher. Otherwise the base model, or if that is not there the model

@@ -32,7 +32,7 @@ def build_data(
     device: str,
     watcher: Watcher,
 ) -> Dataloader:
-    """The data to train on, which the teacher may write, and the held-out blocks, for a
+    """The data to train on, which the teacher may write, and the validation blocks, for a
     model of a transformers `config`. Raises RefusedError and CorpusError.
     """
     # The teacher may have more rows of logits than the model has embeddings.

@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 # Losses on validation text, by their name in the record.
 _MEASURES = {
     "distillation": "KL divergence from the teacher",
-    "heldout": "cross-entropy",
+    "validation": "cross-entropy",
 }
 
 
@@ -155,7 +155,7 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     text = f"{start}{training_text(record)}."
 
     losses = record["losses"]
-    if losses["heldout_before"] is not None and not losses["best_step"]:
+    if losses["validation_before"] is not None and not losses["best_step"]:
         measure = _MEASURES[losses["chosen_by"]]
         text += (
             f" No step of the training lowered the {measure} on validation text: the weights are "

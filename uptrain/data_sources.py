@@ -1,4 +1,4 @@
-"""The sources that a run trains on, and those of its held-out text."""
+"""The sources that a run trains on, and those of its validation text."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ def data_sources(options: TrainOptions) -> tuple[Source, ...]:
 
 
 def named_sources(options: TrainOptions) -> list[Source]:
-    """The sources that --data and --heldout name, of which nothing is read or fetched yet.
+    """The sources that --data and --validation name, of which nothing is read or fetched yet.
 
     Raises CorpusError if one of them does not exist.
     """
     sources = list[Source]()
     if not options.is_generated:
         sources += data_sources(options)
-    if options.heldout:
-        sources += heldout_sources(options)
+    if options.validation:
+        sources += validation_sources(options)
     return sources
 
 
-def heldout_sources(options: TrainOptions) -> list[Source]:
-    """Held-out sources: those of --heldout and --heldout-fraction, and of the built-in text.
+def validation_sources(options: TrainOptions) -> list[Source]:
+    """The sources of validation text: of --validation, --validation-fraction, or the built-in text.
 
     Raises RefusedError and CorpusError.
     """
-    if options.heldout:
-        return [*data_sources(replace(options, data=(options.heldout,), streaming=False))]
+    if options.validation:
+        return [*data_sources(replace(options, data=(options.validation,), streaming=False))]
 
-    if not options.heldout_fraction:
+    if not options.validation_fraction:
         spec = heldout_of_built_in(options.data)
         return [parse_source(spec)] if spec else []
 
-    parts = [source.heldout_part(options.heldout_fraction) for source in data_sources(options)]
+    parts = [source.heldout_part(options.validation_fraction) for source in data_sources(options)]
     parts_with_text = [part for part in parts if next(part.rows_if_any(), None)]
     if not parts_with_text:
         raise RefusedError(
-            f"--heldout-fraction {options.heldout_fraction:g} holds out no document; raise it, or "
-            "pass more data"
+            f"--validation-fraction {options.validation_fraction:g} holds out no document; "
+            "raise it, or pass more data"
         )
     return parts_with_text

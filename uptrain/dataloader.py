@@ -39,7 +39,7 @@ class Dataloader:
         steps: Number of steps of the run.
         fingerprint: Equal if the data is equal.
         summary: The data in words.
-        heldout_blocks: On which the run is measured.
+        validation_blocks: On which the run is measured.
         first_trained_block: The index in `blocks` of the first block that is trained on. Those
             before it are held out (only generated text has any).
         make_pair: Makes a pair (source, target) of one block, for an encoder-decoder; None if
@@ -49,7 +49,7 @@ class Dataloader:
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.
         data_tokens: Tokens that are not held out.
-        overlap: What the data has in common with the held-out text.
+        overlap: What the data has in common with the validation text.
     """
 
     options: TrainOptions
@@ -57,7 +57,7 @@ class Dataloader:
     steps: int
     fingerprint: str
     summary: str
-    heldout_blocks: list[Block]
+    validation_blocks: list[Block]
     first_trained_block: int = 0
     make_pair: MakePair | None = None
     tokens_of_blocks: Ints | None = None
@@ -78,11 +78,14 @@ class Dataloader:
         return self.tokens_until(self.steps) // self.steps
 
     @property
-    def heldout_tokens(self) -> int:
-        """Tokens of the held-out blocks; of a pair those of both sides."""
-        if self.tokens_of_blocks is None:
-            return len(self.heldout_blocks) * self.options.block_size
-        return sum(len(block["input_ids"]) + len(block["labels"]) for block in self.heldout_blocks)
+    def validation_tokens(self) -> int:
+        """Tokens of the validation blocks; of a pair those of both sides."""
+        tokens = 0
+        for block in self.validation_blocks:
+            tokens += len(block["input_ids"])
+            if "labels" in block:
+                tokens += len(block["labels"])
+        return tokens
 
     def batches(
         self, first_step: int, rank: int, ranks: int, micro_batch: int
@@ -134,8 +137,8 @@ class Dataloader:
         return tokens_of(self.blocks[number])
 
     def _latest_text(self, number: int) -> Ints:
-        """The block of text that block `number` is or, if it repeats passages, the one before it:
-        so all text of the data that is read is also trained on as it is.
+        """The latest block of text up to `number`: the block itself, or if it is one that repeats
+        passages, the block of text before it. So all text that is read is also trained on as it is.
         """
         return tokens_of(self.blocks[int(self._text_numbers[number])])
 

@@ -49,7 +49,7 @@ def decide_defaults(
                 "and --teacher none"
             )
         raise RefusedError(
-            f"no --data is given, and there is no teacher to generate the text ({teacher_text}); "
+            f"no --data was passed, and there is no teacher to generate the text ({teacher_text}); "
             "pass text with --data, or the base model with --teacher"
         )
     names_a_base = bool(base_record.get("model"))

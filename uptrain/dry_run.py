@@ -23,7 +23,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import Length
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.scope import freeze_parameters
-from gqa.uptrain.setup import Resolved, resolve_options
+from gqa.uptrain.setup import ResolvedRun, resolve_run
 from gqa.uptrain.stored_weights import affected_bytes
 from gqa.uptrain.training_time import TrainingTime, generating_seconds, training_seconds
 
@@ -63,7 +63,7 @@ class DryRun:
         warnings: Why its output could not be written.
     """
 
-    resolved: Resolved
+    resolved: ResolvedRun
     precision: str
     needs: TrainingNeeds
     time: TrainingTime | None
@@ -77,7 +77,7 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     weights or more than the beginning of the text.
     """
     processes = ranks().num_processes
-    resolved = resolve_options(options, processes, watcher)
+    resolved = resolve_run(options, processes, watcher)
     _check_text(resolved.options)
     needs = training_needs(resolved, processes)
     return DryRun(
@@ -96,7 +96,7 @@ def _check_text(options: TrainOptions) -> None:
             next(source.rows())
 
 
-def training_needs(resolved: Resolved, processes: int) -> TrainingNeeds:
+def training_needs(resolved: ResolvedRun, processes: int) -> TrainingNeeds:
     """Memory and disk space, by the table of docs/scale.md, and roughly the activations."""
     options = resolved.options
     checkpoint = resolved.checkpoint
@@ -141,7 +141,9 @@ def training_needs(resolved: Resolved, processes: int) -> TrainingNeeds:
     )
 
 
-def _training_time(resolved: Resolved, needs: TrainingNeeds, processes: int) -> TrainingTime | None:
+def _training_time(
+    resolved: ResolvedRun, needs: TrainingNeeds, processes: int
+) -> TrainingTime | None:
     """How long the run takes, if its length is known."""
     options = resolved.options
     length = resolved.length
@@ -164,13 +166,13 @@ def _training_time(resolved: Resolved, needs: TrainingNeeds, processes: int) -> 
     generating = 0.0
     teacher = resolved.teacher_checkpoint
     if teacher and options.is_generated:
-        heldout = 0 if options.heldout else options.heldout_tokens
-        sequences = math.ceil((length.tokens + heldout) / length.block_size)
+        validation_tokens = 0 if options.validation else options.validation_tokens
+        sequences = math.ceil((length.tokens + validation_tokens) / length.block_size)
         generating = generating_seconds(teacher, sequences, length.block_size, device)
     return TrainingTime(device, generating, training / processes)
 
 
-def _activations(resolved: Resolved, length: Length | None, processes: int) -> int | None:
+def _activations(resolved: ResolvedRun, length: Length | None, processes: int) -> int | None:
     """Bytes of activations of one forward pass on one process, if the length is known."""
     config = resolved.config.get_text_config(decoder=True)
     hidden_size = getattr(config, "hidden_size", None)
@@ -201,7 +203,7 @@ def _empty_model(checkpoint: Checkpoint, options: TrainOptions, dtype: str) -> P
     )
 
 
-def _output_warnings(resolved: Resolved, needs: TrainingNeeds) -> list[str]:
+def _output_warnings(resolved: ResolvedRun, needs: TrainingNeeds) -> list[str]:
     """Why the output could not be written; empty if it could."""
     options = resolved.options
     checkpoint = resolved.checkpoint

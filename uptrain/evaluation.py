@@ -1,4 +1,4 @@
-"""The held-out losses of a training, and its best weights by them."""
+"""The validation losses of a training, and its best weights by them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gqa.core.errors import RefusedError
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.schedule import depends_on_length
 from gqa.uptrain.scope import trained_names
-from gqa.uptrain.setup import Setup
+from gqa.uptrain.setup import ReadyRun
 from gqa.uptrain.sharding import local_shard
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.stored_weights import stored_weights
@@ -33,44 +33,46 @@ def not_finite_error(name: str) -> RefusedError:
 
 
 def measure_and_keep(
-    setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights
+    run: ReadyRun, wrapped: Any, progress: TrainingProgress, best: Weights
 ) -> dict[str, float]:
-    """Measure the held-out losses of the weights as they would be stored, note them in `progress`,
-    and copy the weights that train to `best` if they are the best so far.
+    """Measure the validation losses of the weights as they would be stored.
+
+    They are noted in `progress`, and the weights that train are copied to `best` if they are the
+    best so far.
 
     Returns:
         The losses, for the log.
     """
-    with stored_weights(setup.model, setup.checkpoint):
-        losses = heldout_losses(setup, wrapped)
-    loss = losses[setup.options.objective]
+    with stored_weights(run.model, run.checkpoint):
+        losses = validation_losses(run, wrapped)
+    loss = losses[run.options.objective]
     if not progress.step and not math.isfinite(loss):
-        raise not_finite_error(setup.checkpoint.name)
+        raise not_finite_error(run.checkpoint.name)
 
-    lowest = progress.lowest_heldout
+    lowest = progress.lowest_validation
     if lowest is None:
-        progress.first_heldout = progress.lowest_heldout = losses
-        best.update(copy_trained(setup, wrapped))
-    elif loss < lowest[setup.options.objective]:  # NaN and infinity are not
-        progress.lowest_heldout = losses
+        progress.first_validation = progress.lowest_validation = losses
+        best.update(copy_trained(run, wrapped))
+    elif loss < lowest[run.options.objective]:  # NaN and infinity are not
+        progress.lowest_validation = losses
         progress.best_step = progress.step
         # The last weights are in memory when the result is written
-        if progress.step < setup.dataloader.steps:
-            best.update(copy_trained(setup, wrapped))
-    return {f"heldout_{name}": value for name, value in losses.items()}
+        if progress.step < run.dataloader.steps:
+            best.update(copy_trained(run, wrapped))
+    return {f"validation_{name}": value for name, value in losses.items()}
 
 
 @torch.no_grad()
-def heldout_losses(setup: Setup, wrapped: Any) -> dict[str, float]:
-    """Means per token, in nats, over the held-out blocks, which the ranks share: `cross_entropy`,
+def validation_losses(run: ReadyRun, wrapped: Any) -> dict[str, float]:
+    """Means per token, in nats, over the validation blocks, which the ranks share: `cross_entropy`,
     and with a teacher `kl`.
     """
-    accelerator = setup.accelerator
+    accelerator = run.accelerator
     device = accelerator.device
     ranks = accelerator.num_processes
     rank = accelerator.process_index
-    blocks = setup.dataloader.heldout_blocks
-    micro = setup.micro_batch
+    blocks = run.dataloader.validation_blocks
+    micro = run.micro_batch
 
     wrapped.eval()
     sums = zero_sums(device)
@@ -87,45 +89,46 @@ def heldout_losses(setup: Setup, wrapped: Any) -> dict[str, float]:
 
     means = mean_losses(sums)
     losses = {"cross_entropy": means.cross_entropy}
-    if setup.options.distills:
+    if run.options.distills:
         losses["kl"] = means.kl
     return losses
 
 
 def go_back_if_not_better(
-    setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights
+    run: ReadyRun, wrapped: Any, progress: TrainingProgress, best: Weights
 ) -> bool:
     """If the loss that `measure_and_keep` has measured is not lower than before, give the model the
     best weights so far, and let the run go on from them at a lower learning rate.
 
     How large a rate may be depends on the model, on its text and on the tokens of a step. One that
-    is too large shows in the held-out loss; without this, such a run would gain nothing. Not with a
-    constant schedule, where the first steps of a longer run are those of a shorter one.
+    is too large shows in the validation loss; without this, such a run would gain nothing. Not with
+    a constant schedule, where the first steps of a longer run are those of a shorter one.
 
     Returns:
         Whether the rate is lowered.
     """
     is_better = progress.best_step == progress.step
-    is_last = progress.step == setup.dataloader.steps
-    if is_better or is_last or not depends_on_length(setup.options.schedule):
+    is_last = progress.step == run.dataloader.steps
+    if is_better or is_last or not depends_on_length(run.options.schedule):
         return False
 
-    _copy_into(state_dict(setup.accelerator, wrapped), best)
+    _copy_into(state_dict(run.accelerator, wrapped), best)
     progress.rate_cuts += 1
     return True
 
 
-def best_weights(setup: Setup, wrapped: Any, progress: TrainingProgress, best: Weights) -> Weights:
-    """This process' weights with the lowest held-out loss, once training is done: the model's own,
-    into which `best` is copied if an earlier step was better; the last ones if nothing is held out.
-    Empty if no step improved the model.
+def best_weights(run: ReadyRun, wrapped: Any, progress: TrainingProgress, best: Weights) -> Weights:
+    """This process' weights with the lowest validation loss, once training is done.
+
+    They are the model's own, into which `best` is copied if an earlier step was better. Without
+    validation text they are the last ones. Empty if no step improved the model.
     """
-    has_heldout = bool(setup.dataloader.heldout_blocks)
-    if has_heldout and not progress.best_step:
+    has_validation = bool(run.dataloader.validation_blocks)
+    if has_validation and not progress.best_step:
         return {}
 
-    weights = state_dict(setup.accelerator, wrapped)
-    if has_heldout and progress.best_step < progress.step:
+    weights = state_dict(run.accelerator, wrapped)
+    if has_validation and progress.best_step < progress.step:
         _copy_into(weights, best)
     return weights
 
@@ -137,12 +140,12 @@ def _copy_into(weights: Weights, best: Weights) -> None:
         local_shard(weights[name]).copy_(local_shard(tensor))
 
 
-def copy_trained(setup: Setup, wrapped: Any) -> Weights:
+def copy_trained(run: ReadyRun, wrapped: Any) -> Weights:
     """Copies of the weights that train, or of this process' shards, in the host's memory."""
-    weights = state_dict(setup.accelerator, wrapped)
+    weights = state_dict(run.accelerator, wrapped)
     return {
         name: weights[name].to("cpu", copy=True)
-        for name in trained_names(setup.model)
+        for name in trained_names(run.model)
         if name in weights
     }
 

@@ -27,13 +27,13 @@ from gqa.models.names import saved_tensors
 from gqa.uptrain.adapters import merge_adapters
 from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.record import move_base_path
-from gqa.uptrain.setup import Run
+from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import WEIGHTS, State
 
 ReadTensor = Callable[[TensorSpec], Tensor]  # a tensor of the result, in its stored dtype
 
 
-def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
+def write_result(run: OpenedRun, record: dict[str, Any], tensor_of: ReadTensor) -> None:
     """Write and verify the checkpoint of a run whose training is done. The directory appears only
     when it is complete.
     """
@@ -52,7 +52,7 @@ def write_result(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> Non
         TrainedCheckpoint(source, tensor_of).write(output, UPTRAINING, record, documents)
 
 
-def result_card(run: Run, name: str, record: dict[str, Any]) -> str:
+def result_card(run: OpenedRun, name: str, record: dict[str, Any]) -> str:
     """The model card of the result, which is called `name`."""
     model = model_class(run.config, run.options.trust_remote_code)
     return trained_card(run.checkpoint, name, model, record)

@@ -12,11 +12,17 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.devices import native_bfloat16, ranks
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
-from gqa.uptrain.data_sources import data_sources, heldout_sources
+from gqa.uptrain.data_sources import data_sources, validation_sources
 from gqa.uptrain.options import TrainOptions
 
 CONTENT_OF_DATA = "content of --data"
-_HASHED = {"model", "revision", "teacher", "data", "heldout"}  # options that name models and text
+_HASHED = {
+    "model",
+    "revision",
+    "teacher",
+    "data",
+    "validation",
+}  # options that name models and text
 
 
 def describe_run(
@@ -49,8 +55,10 @@ def _content_hashes(
     content = {"MODEL": checkpoint_digest(checkpoint)}
     if teacher:
         content["--teacher"] = checkpoint_digest(teacher)
-    if options.heldout:
-        content["--heldout"] = " ".join(source.identify() for source in heldout_sources(options))
+    if options.validation:
+        content["--validation"] = " ".join(
+            source.identify() for source in validation_sources(options)
+        )
 
     if options.is_generated:  # samples also depend on these
         libraries = versions("torch", "transformers")

@@ -9,28 +9,32 @@ import torch
 from gqa.checkpoint.write import finite, replacing
 from gqa.core.console import Watcher
 from gqa.core.devices import peak_memory
+from gqa.core.errors import explain
 from gqa.uptrain.schedule import RATE_CUT
-from gqa.uptrain.setup import Setup
+from gqa.uptrain.setup import ReadyRun
 from gqa.uptrain.state_files import TrainingProgress
 
 
 class Log:
     """Writes a record of each step to metrics.jsonl, and shows its losses."""
 
-    def __init__(self, setup: Setup, first: int, watcher: Watcher) -> None:
+    def __init__(self, run: ReadyRun, first: int, watcher: Watcher) -> None:
         """`first` steps are done already; later lines of metrics.jsonl are dropped, as those steps
         are repeated.
         """
-        self._device = setup.accelerator.device
-        self._objective = setup.options.objective
-        self._is_main = setup.accelerator.is_main_process
-        self._path = setup.log_path
+        self._device = run.accelerator.device
+        self._objective = run.options.objective
+        self._is_main = run.accelerator.is_main_process
+        self._path = run.log_path
         self._watcher = watcher
         self._has_warned = False
 
-        watcher.stage("training", setup.dataloader.steps, "step", first)
+        watcher.stage("training", run.dataloader.steps, "step", first)
         if self._is_main and (first or self._path.is_file()):
-            self._keep_lines_until(first)
+            try:
+                self._keep_lines_until(first)
+            except OSError as error:
+                self._warn(error, "steps that are repeated are in it twice")
 
     def _keep_lines_until(self, last: int) -> None:
         """Drop all lines of the file but those of the steps until `last`."""
@@ -72,16 +76,19 @@ class Log:
         )
 
     def _append(self, line: str) -> None:
-        """Append a line; warn once if that fails: a line of a log is not worth a training."""
+        """Append a line; warn once if that fails."""
         try:
             with self._path.open("a") as stream:
                 stream.write(line)
         except OSError as error:
             if not self._has_warned:
-                self._watcher.warn(
-                    f"{self._path}: {error.strerror}; steps are missing in it. The run goes on"
-                )
+                self._warn(error, "steps are missing in it")
             self._has_warned = True
+
+    def _warn(self, error: OSError, what: str) -> None:
+        """Say what is wrong with the file. A log is not worth a training, which goes on."""
+        reason = error.strerror or explain(error)
+        self._watcher.warn(f"{self._path}: {reason}; {what}. The run goes on")
 
     def _shown_losses(
         self, progress: TrainingProgress, numbers: dict[str, float]
@@ -90,9 +97,9 @@ class Log:
         losses = {"cross-entropy": numbers["cross_entropy"]}
         if "kl" in numbers:
             losses["kl"] = numbers["kl"]
-        if progress.lowest_heldout:
+        if progress.lowest_validation:
             name = self._objective.replace("_", "-")
-            losses[f"lowest validation {name}"] = progress.lowest_heldout[self._objective]
+            losses[f"lowest validation {name}"] = progress.lowest_validation[self._objective]
         return losses
 
 

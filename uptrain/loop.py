@@ -32,7 +32,7 @@ from gqa.uptrain.log import Log
 from gqa.uptrain.optimizer import base_rate, forget_moments, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import RATE_CUT, evaluates_after, rate_factor, warmup_steps
-from gqa.uptrain.setup import Setup
+from gqa.uptrain.setup import ReadyRun
 from gqa.uptrain.sharding import prepare_model
 from gqa.uptrain.state_files import TrainingProgress, read_tensors
 from gqa.uptrain.training_model import Batch, mean_losses, split_batch, zero_sums
@@ -40,14 +40,14 @@ from gqa.uptrain.training_model import Batch, mean_losses, split_batch, zero_sum
 _PROBE_TOKENS = 16  # tokens of the passes that show whether a model draws at random
 
 
-def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, Weights]:
+def train(run: ReadyRun, watcher: Watcher = SILENT) -> tuple[TrainingProgress, Weights]:
     """Run all steps that are left, and save states of the run on the way.
 
-    The caller holds the lock of `setup.states`, and writes the checkpoint from what is returned.
+    The caller holds the lock of `run.states`, and writes the checkpoint from what is returned.
 
     Returns:
-        How far the run came, and the weights of the step with the lowest held-out loss: the last
-        weights if nothing is held out, none if no step improved the model. Adapters are not merged
+        How far the run came, and the weights of the step with the lowest validation loss: the last
+        weights without validation text, none if no step improved the model. Adapters are not merged
         into them. Under FSDP2 they are the shards of this process.
 
     Raises:
@@ -60,21 +60,21 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         UnfinishedError: Text cannot be read; the steps before are saved.
         OutputError: The state of a run that stops cannot be saved.
     """
-    accelerator = setup.accelerator
-    steps = setup.dataloader.steps
-    set_seed(setup.options.seed, device_specific=True)  # for custom code that draws at random
-    optimizer = make_optimizer(setup.training_model, setup.options)
+    accelerator = run.accelerator
+    steps = run.dataloader.steps
+    set_seed(run.options.seed, device_specific=True)  # for custom code that draws at random
+    optimizer = make_optimizer(run.training_model, run.options)
     # The `TrainingModel`, as accelerate wraps it: wrapped(**batch) -> its loss and its sums (3,)
-    wrapped, optimizer = prepare_model(accelerator, setup.training_model, optimizer)
-    _try_a_few_tokens(setup, wrapped, watcher)
+    wrapped, optimizer = prepare_model(accelerator, run.training_model, optimizer)
+    _try_a_few_tokens(run, wrapped, watcher)
 
-    progress, best = _begin_or_continue(setup, wrapped, optimizer)
-    log = Log(setup, progress.step, watcher)
-    saver = Saver(setup, wrapped, optimizer, watcher)
+    progress, best = _begin_or_continue(run, wrapped, optimizer)
+    log = Log(run, progress.step, watcher)
+    saver = Saver(run, wrapped, optimizer, watcher)
     wrapped.train()
 
     with _signals() as signals:
-        batches = BatchReader(setup, progress.step)
+        batches = BatchReader(run, progress.step)
         batches.read_next()
         (failed,) = _any_rank(accelerator, batches.error is not None)
         if failed:
@@ -86,17 +86,17 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         reading_seconds = 0.0  # how long the batches of a step took to read
         while progress.step < steps:
             began = time.perf_counter()
-            rate = _learning_rate(setup, progress)
+            rate = _learning_rate(run, progress)
 
             sums, norm = train_step(
-                accelerator, wrapped, optimizer, batches.micro_batches, rate, setup.options.clip
+                accelerator, wrapped, optimizer, batches.micro_batches, rate, run.options.clip
             )
-            numbers = _add_step(progress, sums, norm, rate, setup)
+            numbers = _add_step(progress, sums, norm, rate, run)
             seconds = reading_seconds + time.perf_counter() - began
 
-            if _evaluates_after(setup, progress.step):
-                numbers |= measure_and_keep(setup, wrapped, progress, best)
-                if go_back_if_not_better(setup, wrapped, progress, best):
+            if _evaluates_after(run, progress.step):
+                numbers |= measure_and_keep(run, wrapped, progress, best)
+                if go_back_if_not_better(run, wrapped, progress, best):
                     forget_moments(optimizer)
                     log.lowered_rate(progress)
             log.step(progress, numbers, seconds)
@@ -120,47 +120,47 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
                 raise StoppedError(number, progress.step, saved)
             if failed:
                 raise _unreadable(batches.error, progress.step, saved) from batches.error
-    return progress, best_weights(setup, wrapped, progress, best)
+    return progress, best_weights(run, wrapped, progress, best)
 
 
 # ---------------------------------------------------------------------------- before the first step
 
 
-def _try_a_few_tokens(setup: Setup, wrapped: Any, watcher: Watcher) -> None:
+def _try_a_few_tokens(run: ReadyRun, wrapped: Any, watcher: Watcher) -> None:
     """Raise RefusedError if the model's class cannot compute a loss on text at all; warn, on the
     main process, if the model draws at random.
     """
     # A compiled model would be compiled for the shape of the probe too
-    if setup.options.compile:
+    if run.options.compile:
         return
     try:
-        is_random = draws_at_random(setup, wrapped)
+        is_random = draws_at_random(run, wrapped)
     except Exception as error:  # whatever a class raises that does not run on text alone
-        if out_of_memory(error) or mixes_dtypes(setup.accelerator, error):
+        if out_of_memory(error) or mixes_dtypes(run.accelerator, error):
             raise
         raise RefusedError(
-            f"{type(setup.model).__name__} cannot be trained on text: it fails on "
+            f"{type(run.model).__name__} cannot be trained on text: it fails on "
             f"{_PROBE_TOKENS} tokens ({explain(error)}); try another version of transformers, or "
             "train it with the code of its authors"
         ) from error
 
-    if is_random and setup.accelerator.is_main_process:
+    if is_random and run.accelerator.is_main_process:
         watcher.warn(
-            f"{setup.checkpoint.name} draws random numbers in training (not for dropout, which is "
+            f"{run.checkpoint.name} draws random numbers in training (not for dropout, which is "
             "off), so the result depends on --micro-batch and on the number of processes"
         )
 
 
 @torch.no_grad()
-def draws_at_random(setup: Setup, wrapped: Any) -> bool:
+def draws_at_random(run: ReadyRun, wrapped: Any) -> bool:
     """Whether two passes over the same few tokens in training mode differ.
 
     All processes must call it.
     """
-    vocabulary = setup.model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(1, _PROBE_TOKENS + 1, device=setup.accelerator.device)[None] % vocabulary
+    vocabulary = run.model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=run.accelerator.device)[None] % vocabulary
     batch = {"input_ids": ids}
-    if setup.model.config.is_encoder_decoder:
+    if run.model.config.is_encoder_decoder:
         batch |= {"attention_mask": torch.ones_like(ids), "labels": ids}
 
     def loss_of_a_pass() -> float:
@@ -184,47 +184,47 @@ def mixes_dtypes(accelerator: Accelerator, error: Exception) -> bool:
 
 
 def _begin_or_continue(
-    setup: Setup, wrapped: Any, optimizer: Any
+    run: ReadyRun, wrapped: Any, optimizer: Any
 ) -> tuple[TrainingProgress, Weights]:
     """The progress and the best weights so far, from the state of a run that continues.
 
-    Before its first step, a run measures the held-out losses.
+    Before its first step, a run measures the validation losses.
     """
     progress = TrainingProgress()
     best: Weights = {}
-    if setup.continues_from:
-        progress, best = _restore(setup, wrapped, optimizer)
-    if progress.step == 0 and setup.dataloader.heldout_blocks:
-        measure_and_keep(setup, wrapped, progress, best)
+    if run.continues_from:
+        progress, best = _restore(run, wrapped, optimizer)
+    if progress.step == 0 and run.dataloader.validation_blocks:
+        measure_and_keep(run, wrapped, progress, best)
     return progress, best
 
 
-def _restore(setup: Setup, wrapped: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
+def _restore(run: ReadyRun, wrapped: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
     """Load the model's weights and the optimizer from the state to continue from; return the
     progress and the best weights in that state.
     """
-    assert setup.continues_from
-    progress = TrainingProgress.of(setup.continues_from.record)
+    assert run.continues_from
+    progress = TrainingProgress.of(run.continues_from.record)
 
     best: Weights = {}
-    if setup.dataloader.heldout_blocks:
+    if run.dataloader.validation_blocks:
         # The saved weights are read into these, which have their names and shapes
-        best = copy_trained(setup, wrapped)
-    read_tensors(setup.continues_from, setup.accelerator, wrapped, optimizer, best)
+        best = copy_trained(run, wrapped)
+    read_tensors(run.continues_from, run.accelerator, wrapped, optimizer, best)
 
-    blocks = setup.dataloader.blocks
+    blocks = run.dataloader.blocks
     if isinstance(blocks, StreamedBlocks):
-        blocks.seek(setup.continues_from.record["stream"])
+        blocks.seek(run.continues_from.record["stream"])
     return progress, best
 
 
 # ----------------------------------------------------------------------------------------- one step
 
 
-def _learning_rate(setup: Setup, progress: TrainingProgress) -> float:
+def _learning_rate(run: ReadyRun, progress: TrainingProgress) -> float:
     """The learning rate of the next step."""
-    options = setup.options
-    steps = setup.dataloader.steps
+    options = run.options
+    steps = run.dataloader.steps
     warmup = warmup_steps(options.warmup, options.schedule, steps)
     factor = rate_factor(progress.step, steps, options.schedule, warmup)
     return base_rate(options) * factor * RATE_CUT**progress.rate_cuts
@@ -280,7 +280,7 @@ def train_step(
 
 
 def _add_step(
-    progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup
+    progress: TrainingProgress, sums: Tensor, norm: float, rate: float, run: ReadyRun
 ) -> dict[str, float]:
     """Add a step to `progress`; return its numbers for the log.
 
@@ -289,22 +289,18 @@ def _add_step(
     """
     losses = mean_losses(sums)
     is_finite = bool(sums.isfinite().all())
-    # With held-out text the weights that the training began with have been evaluated
-    is_first_measurement = progress.step == 0 and not setup.dataloader.heldout_blocks
+    # With validation text the weights that the training began with have been evaluated
+    is_first_measurement = progress.step == 0 and not run.dataloader.validation_blocks
     if is_first_measurement and not is_finite:
-        raise not_finite_error(setup.checkpoint.name)
+        raise not_finite_error(run.checkpoint.name)
 
-    data = setup.dataloader
+    data = run.dataloader
     step_tokens = data.tokens_until(progress.step + 1) - data.tokens_until(progress.step)
     progress.step += 1
     progress.tokens += step_tokens
     progress.training_cross_entropy = losses.cross_entropy
     if not is_finite or not math.isfinite(norm):
-        raise DivergedError(
-            f"loss or gradient was not finite in step {progress.step}; what was saved before is "
-            "kept. Repeat the command with --overwrite and a lower --learning-rate or a longer "
-            "--warmup"
-        )
+        raise _diverged(progress.step, run)
 
     numbers = {
         "tokens": progress.tokens,
@@ -313,16 +309,28 @@ def _add_step(
         "learning_rate": rate,
         "gradient_norm": norm,
     }
-    if setup.options.distills:
+    if run.options.distills:
         numbers["kl"] = losses.kl
     return numbers
 
 
-def _evaluates_after(setup: Setup, step: int) -> bool:
-    """Whether the held-out losses are measured once `step` steps are done."""
-    if not setup.dataloader.heldout_blocks:
+def _diverged(step: int, run: ReadyRun) -> DivergedError:
+    """The error of a run whose loss or gradient is not finite in `step`."""
+    problem = f"loss or gradient was not finite in step {step}"
+    advice = "a lower --learning-rate or a longer --warmup"
+    if run.states.step_directories():
+        return DivergedError(
+            f"{problem}; what was saved before is kept. Repeat the command with --overwrite and "
+            f"{advice}"
+        )
+    return DivergedError(f"{problem}; nothing was saved before. Repeat the command with {advice}")
+
+
+def _evaluates_after(run: ReadyRun, step: int) -> bool:
+    """Whether the validation losses are measured once `step` steps are done."""
+    if not run.dataloader.validation_blocks:
         return False
-    return evaluates_after(step, setup.dataloader.steps, setup.options.eval_every)
+    return evaluates_after(step, run.dataloader.steps, run.options.eval_every)
 
 
 # -------------------------------------------------------------------------------- between two steps
@@ -341,13 +349,13 @@ class BatchReader:
         error: Why the next step could not be read; None if it could.
     """
 
-    def __init__(self, setup: Setup, first_step: int) -> None:
+    def __init__(self, run: ReadyRun, first_step: int) -> None:
         """`first_step` (from 0) is the first to be read: 0, or where a run continues."""
-        accelerator = setup.accelerator
-        self._batches = setup.dataloader.batches(
-            first_step, accelerator.process_index, accelerator.num_processes, setup.micro_batch
+        accelerator = run.accelerator
+        self._batches = run.dataloader.batches(
+            first_step, accelerator.process_index, accelerator.num_processes, run.micro_batch
         )
-        self._blocks = setup.dataloader.blocks
+        self._blocks = run.dataloader.blocks
         self.micro_batches: list[Batch] = []
         self.bookmark: Bookmark | None = None
         self.error: Exception | None = None

@@ -91,13 +91,14 @@ class TrainOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Tokens to train on in all, like 1B, with those of blocks that repeat passages. A pair "
-        "that the teacher writes counts as --context tokens. Shorter data is read several times.  "
+        "Tokens to train on, like 1B, including blocks that repeat passages. Shorter data is read "
+        "several times. Encoder-decoders: a generated pair counts as --context tokens.  "
         "[default: 512000, unless --alpha, --steps or --data self:TOKENS is passed]",
         tokens_type(),
         metavar="COUNT",
         group=MAIN,
     )
+    # Code reads it as `scope`.
     train: Scope | None = option(
         None,
         "Which weights train; fewer need less memory. kv: key and value projections (and queries "
@@ -136,26 +137,29 @@ class TrainOptions(Options):
     )
     streaming: bool = option(False, "Stream a hub dataset; store nothing.", group="Training text")
 
-    heldout: str | None = option(
+    validation: str | None = option(
         None,
         "Text that chooses the weights: those with the lowest loss on it are written. It is not "
         "trained on.  [default: a part of the data; none for a stream or for fewer than 20 "
         "blocks]",
+        alias="--heldout",
         metavar="SOURCE",
         group="Validation text",
     )
-    heldout_fraction: float | None = option(
+    validation_fraction: float | None = option(
         None,
-        "Share of the documents to hold out as validation text.  [default: 5% of the data, at "
-        "most --heldout-tokens tokens]",
+        "Share of the documents to use as validation text instead of training on them.  "
+        "[default: 5% of the data, at most --validation-tokens tokens]",
         Number(float, "above 0 to 1"),
+        alias="--heldout-fraction",
         metavar="FRACTION",
         group="Validation text",
     )
-    heldout_tokens: int = option(
+    validation_tokens: int = option(
         8192,
         "Most tokens of validation text, in whole blocks; at least one block.",
         tokens_type(),
+        alias="--heldout-tokens",
         metavar="COUNT",
         group="Validation text",
     )
@@ -174,6 +178,7 @@ class TrainOptions(Options):
         COUNT,
         group=_LENGTH,
     )
+    # Code reads it as `block_size`, the tokens of a block.
     context: int | None = option(
         None,
         "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer "
@@ -182,6 +187,7 @@ class TrainOptions(Options):
         metavar="COUNT",
         group="Batches",
     )
+    # Code reads it as `blocks_per_step`.
     batch_size: int | None = option(
         None,
         "Blocks per step, over all processes.  [default: 8; less if the run would otherwise "
@@ -206,8 +212,8 @@ class TrainOptions(Options):
     )
     learning_rate: float | str = option(
         "0.3%",
-        "Peak learning rate. With %: relative to the root mean square of each weight. Without %: "
-        "one absolute rate for all weights, like 1e-4 (0.003 is not 0.3%).",
+        "Peak learning rate: 0.3% is relative to the root mean square of each weight, 1e-4 is one "
+        "absolute rate for all weights.",
         Rate(),
         metavar="RATE",
         group="Optimizer",
@@ -343,7 +349,7 @@ class TrainOptions(Options):
         for applies, message in self._conflicts(ranks):
             if applies:
                 raise RefusedError(message)
-        texts = [*self.data, *filter(None, [self.heldout])]
+        texts = [*self.data, *filter(None, [self.validation])]
         check_text_options(texts, self.text_column, self.separator)
 
     def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
@@ -367,20 +373,20 @@ class TrainOptions(Options):
 
     def _source_conflicts(self) -> Iterator[tuple[bool, str]]:
         """Conflicts among the options for data and validation text."""
-        has_fraction = self.heldout_fraction is not None
+        has_fraction = self.validation_fraction is not None
         yield (
-            has_fraction and self.heldout is not None,
-            "--heldout and --heldout-fraction cannot be combined, because both determine the "
+            has_fraction and self.validation is not None,
+            "--validation and --validation-fraction cannot be combined, because both determine the "
             "validation text; remove one of them",
         )
         yield (
-            self.heldout is not None and is_self(self.heldout),
-            "--heldout self is not possible, because only --data self has generated validation "
-            "text; pass other text with --heldout, or remove it",
+            self.validation is not None and is_self(self.validation),
+            "--validation self is not possible, because only --data self has generated validation "
+            "text; pass other text with --validation, or remove it",
         )
         yield (
             has_fraction and self.streaming,
-            "--heldout-fraction cannot be used with a stream; pass other text with --heldout",
+            "--validation-fraction cannot be used with a stream; pass other text with --validation",
         )
         yield (
             self.streaming and len(self.data) > 1,
@@ -410,12 +416,12 @@ class TrainOptions(Options):
 
     def _self_conflicts(self) -> Iterator[tuple[bool, str]]:
         """Conflicts with `--data self`."""
-        has_fraction = self.heldout_fraction is not None
+        has_fraction = self.validation_fraction is not None
         stands_alone = len(self.data) == 1 and not self.streaming and not has_fraction
         yield (
             not stands_alone,
             "--data self cannot be combined with other sources, --streaming or "
-            "--heldout-fraction; remove them, or replace self",
+            "--validation-fraction; remove them, or replace self",
         )
         yield (
             not self.distills,

@@ -1,6 +1,6 @@
-"""How much of the held-out text is in other documents of the data.
+"""How much of the validation text is in other documents of the data.
 
-It is cut out of text. Pairs and chats are left out if at least half of one is held-out text, and
+It is cut out of text. Pairs and chats are left out if at least half of one is validation text, and
 are else trained on whole (`Exclusion`).
 
 Documents that are held out are known by a hash of their text. That does not find the same text in
@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,39 @@ from gqa.corpus.sources import Source
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of the held-out text is in other documents of the data.
+    """How much of the validation text is in other documents of the data.
 
-    Exact copies of held-out documents count nowhere.
+    Exact copies of validation documents count nowhere.
 
     Attributes:
-        documents: How many of the data are cut or left out, as they contain passages of held-out
+        documents: How many of the data are cut or left out, as they contain passages of validation
             text.
-        share: The share of the passages of held-out text that these contain.
+        share: The share of the passages of validation text that these contain.
         kept_whole: How many contain passages, too, but are trained on whole: pairs and chats.
-        whole: Whether all held-out text was looked for.
+        searched_all: Whether all validation text was looked for, not only its beginning.
     """
 
     documents: int
     share: float
     kept_whole: int
-    whole: bool = True
+    searched_all: bool = True
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Overlap:
+        """The overlap of which `record` was made."""
+        return cls(
+            record["documents"], record["share"], record["kept_whole"], searched_all=record["whole"]
+        )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As it is stored and recorded, JSON-ready. `searched_all` is called `whole` there."""
+        return {
+            "documents": self.documents,
+            "share": self.share,
+            "kept_whole": self.kept_whole,
+            "whole": self.searched_all,
+        }
 
     @property
     def was_found(self) -> bool:
@@ -61,7 +78,7 @@ class Overlap:
                 f"{self.share:.0%} of the validation text is also in {documents} of the data, and "
                 "is not trained on there"
             )
-        if not self.whole:
+        if not self.searched_all:
             text += " (of the beginning of the validation text, which is large)"
         if self.kept_whole:
             text += (
@@ -71,10 +88,10 @@ class Overlap:
         return text
 
 
-def heldout_texts(
+def validation_texts(
     sources: Sequence[Source], heldout: HeldoutDocuments, encoders: Encoders
 ) -> list[str]:
-    """The held-out texts of the documents of sources: whole ones, and the ends of others.
+    """The validation texts of the documents of sources: whole ones, and the ends of others.
 
     All documents are read to find these few, so they are stored (`_from_cache`).
     """
@@ -88,7 +105,7 @@ def heldout_texts(
 def _find_texts(
     sources: Sequence[Source], heldout: HeldoutDocuments, encoders: Encoders
 ) -> Iterator[str]:
-    """`heldout_texts`, in the order in which they are read, each once."""
+    """`validation_texts`, in the order in which they are read, each once."""
     seen = set[bytes]()
     for source in sources:
         for row in source.rows():
@@ -108,8 +125,8 @@ def find_overlap(
 ) -> Overlap:
     """Look up all documents of the data. The result is stored (`_from_cache`)."""
     key = f"overlap {_key(sources, heldout)} {exclusion.identity}"
-    values = _from_cache(key, lambda: asdict(_count_overlap(sources, exclusion, heldout, encoders)))
-    return Overlap(**values)
+    record = _from_cache(key, lambda: _count_overlap(sources, exclusion, heldout, encoders).record)
+    return Overlap.of(record)
 
 
 def _key(sources: Sequence[Source], heldout: HeldoutDocuments) -> str:
@@ -141,10 +158,11 @@ def _from_cache(key: str, make: Callable[[], Any]) -> Any:
 def _count_overlap(
     sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments, encoders: Encoders
 ) -> Overlap:
+    """Read every document of the data and look for passages of the validation text in it."""
     passages = exclusion.passages
     documents = 0
     kept_whole = 0
-    is_repeated = np.zeros(len(passages.hashes), bool)  # by passage of the held-out text
+    is_repeated = np.zeros(len(passages.hashes), bool)  # by passage, in the order of `hashes`
     for source in sources:
         for row in source.rows():
             limit = heldout.limits.get(row_digest(*row))
@@ -152,12 +170,12 @@ def _count_overlap(
                 continue
 
             trained = row if limit is None else (encoders.text.beginning(row[0], limit),)
-            numbers = passages.found_in(searched_text(trained))
+            found = passages.found_in(searched_text(trained))  # their numbers in `hashes`
             if exclusion.remainder(trained) != [trained]:
                 documents += 1
-                is_repeated[numbers] = True
-            elif len(numbers):
+                is_repeated[found] = True
+            elif len(found):
                 kept_whole += 1
 
     share = float(is_repeated.mean()) if len(is_repeated) else 0.0
-    return Overlap(documents, share, kept_whole, passages.whole)
+    return Overlap(documents, share, kept_whole, passages.has_all_text)

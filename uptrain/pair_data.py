@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from gqa.core.errors import RefusedError
+from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Ints
-from gqa.uptrain.data_sources import data_sources, heldout_sources
+from gqa.uptrain.data_sources import data_sources, validation_sources
 from gqa.uptrain.dataloader import Dataloader, MakePair
-from gqa.uptrain.heldout_blocks import blocks_to_hold_out, without_passages
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run_length import count_blocks, count_steps, decide_block_and_batch
+from gqa.uptrain.run_length import count_steps, default_batch, require_data, share_of
 from gqa.uptrain.text_data import TextDataBuilder, percent
+from gqa.uptrain.validation_blocks import ONE_DRAWN_IN, without_passages
 
 
 def check_pair_options(options: TrainOptions, name: str) -> None:
@@ -65,10 +66,10 @@ class PairDataBuilder:
         """The data that the options name. Raises RefusedError and CorpusError."""
         options = self.options
         if options.target_column:
-            return self._stored_pairs(self.text_builder.largest)
+            return self._stored_pairs()
 
         # Before text is generated, which may take hours
-        if options.heldout or not options.is_generated:
+        if options.validation or not options.is_generated:
             self.encoder.require_marks()
         if options.is_generated:
             return self._generated()
@@ -77,15 +78,15 @@ class PairDataBuilder:
     def _corrupted(self) -> Dataloader:
         """Blocks of text, each with spans left out."""
         loader = self.text_builder.build()
-        heldout = _make_pairs(self._corrupt, loader.heldout_blocks)
-        return replace(loader, heldout_blocks=heldout, make_pair=self._corrupt)
+        validation_pairs = _make_pairs(self._corrupt, loader.validation_blocks)
+        return replace(loader, validation_blocks=validation_pairs, make_pair=self._corrupt)
 
     def _generated(self) -> Dataloader:
-        """Pairs that the teacher writes; held-out text that is named has spans left out."""
+        """Pairs that the teacher writes; validation text that is named has spans left out."""
         loader = self.text_builder.build()
-        # The pairs that were generated for it, unless --heldout names text.
-        make_heldout = self._corrupt if self.options.heldout else _unpack_generated
-        heldout = _make_pairs(make_heldout, loader.heldout_blocks)
+        # The pairs that were generated for it, unless --validation names text.
+        make_validation = self._corrupt if self.options.validation else _unpack_generated
+        validation_pairs = _make_pairs(make_validation, loader.validation_blocks)
 
         # Lengths of the blocks to train on; each has two sides, padded with -1.
         count = loader.steps * loader.options.blocks_per_step
@@ -95,7 +96,7 @@ class PairDataBuilder:
             lengths.append(int((tokens >= 0).sum()))
         return replace(
             loader,
-            heldout_blocks=heldout,
+            validation_blocks=validation_pairs,
             make_pair=_unpack_generated,
             tokens_of_blocks=np.array(lengths),
         )
@@ -105,113 +106,161 @@ class PairDataBuilder:
         random = np.random.default_rng(seeds)
         return pair_block(self.encoder.corrupt(block["input_ids"], random))
 
-    def _stored_pairs(self, side_length: int) -> Dataloader:
-        """Pairs of two columns, each side cut to `side_length` tokens.
-
-        Lengths count pairs, not tokens, so alpha is a share of the pairs.
-        """
-        options = self.options
-        sources: Sequence[Source] = data_sources(options)
-        table = tokenize_pairs(sources, self.encoder)
-        counted_in_pairs = self._counted_in_pairs(table, side_length)
-        heldout, heldout_pairs = self._heldout_pairs(table, counted_in_pairs, side_length)
+    def _stored_pairs(self) -> Dataloader:
+        """Pairs of two columns."""
+        sources: Sequence[Source] = data_sources(self.options)
+        pairs = self._tokenize(sources)
+        heldout, validation_pairs = self._validation_pairs(pairs)
 
         overlap = None
-        if heldout_pairs:
+        if validation_pairs:
             encoders = self.text_builder.encoders
-            sources, overlap = without_passages(options, sources, heldout, encoders)
+            sources, overlap = without_passages(self.options, sources, heldout, encoders)
             if overlap.documents:
-                table = tokenize_pairs(sources, self.encoder)
-                counted_in_pairs = self._counted_in_pairs(table, side_length)
+                pairs = self._tokenize(sources)
 
-        lengths = heldout.lengths(table)  # (D,): 1 of a pair to train on, 0 of one held out
+        options = self._with_side_and_batch(pairs)
+        lengths = heldout.lengths(pairs.table)  # (D,): 1 of a pair to train on, 0 of one held out
         available = int(lengths.sum())
-        n_blocks = count_blocks(counted_in_pairs, available)
-        steps = count_steps(n_blocks, counted_in_pairs)
-        trained = steps * counted_in_pairs.blocks_per_step
-        distinct = min(trained, available)
-        order = reading_order(table, lengths, n_blocks, options.seed)
+        n_pairs = _count_pairs(options, pairs, available)
+        steps = count_steps(n_pairs, options)
+        order = reading_order(pairs.table, lengths, n_pairs, options.seed)
 
-        pair_tokens = self._tokens_of_pairs(table, side_length)
-        mean = float(pair_tokens.mean())
-        summary = (
-            f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
-            "tokens on average"
-        )
-        if trained > available:
-            summary += f", read {trained / available:.2f} times, each time in another order"
-        longest = self._tokens_of_sides(table).max(0)[np.unique(order[:trained])]
-        n_cut = int((longest > side_length).sum())
-        if n_cut:
-            are = "is" if n_cut == 1 else "are"
-            summary += f"; {n_cut:,} {are} cut to {side_length} a side"
-
+        trained = steps * options.blocks_per_step
         return Dataloader(
-            options=replace(options, context=side_length, batch_size=counted_in_pairs.batch_size),
-            blocks=PairBlocks(table, order, self.encoder, side_length),
+            options=options,
+            blocks=PairBlocks(pairs.table, order, self.encoder, pairs.side_length),
             steps=steps,
-            fingerprint=table.fingerprint,
-            summary=summary,
-            heldout_blocks=heldout_pairs,
-            tokens_of_blocks=pair_tokens[order],
+            fingerprint=pairs.table.fingerprint,
+            summary=_summary(pairs, available, order[:trained]),
+            validation_blocks=validation_pairs,
+            tokens_of_blocks=pairs.tokens[order],
             overlap=overlap,
         )
 
-    def _heldout_pairs(
-        self, table: Documents, counted_in_pairs: TrainOptions, side_length: int
-    ) -> tuple[HeldoutDocuments, list[Block]]:
+    def _tokenize(self, sources: Sequence[Source]) -> _StoredPairs:
+        """The pairs of sources."""
+        table = tokenize_pairs(sources, self.encoder)
+        return _StoredPairs(table, self.encoder, self.text_builder.largest)
+
+    def _with_side_and_batch(self, pairs: _StoredPairs) -> TrainOptions:
+        """The options for these pairs, with context (tokens of a side) and batch_size decided."""
+        options = replace(self.options, context=pairs.side_length)
+        if options.batch_size is not None:
+            return options
+        wanted = _wanted_pairs(options, pairs, len(pairs.table))
+        return replace(options, batch_size=default_batch(options, wanted, self.text_builder.ranks))
+
+    def _validation_pairs(self, pairs: _StoredPairs) -> tuple[HeldoutDocuments, list[Block]]:
         """The pairs that training skips, and some of them, evenly spaced, that measure it.
 
-        They are those of the named sources, else pairs of the table by the order of their hashes.
+        They are those of the named sources, else a twentieth of `pairs`, by the order of their
+        hashes. At most --validation-tokens of them measure.
         """
-        named = heldout_sources(self.options)
+        most_measured = pairs.count_with(self.options.validation_tokens)
+        named = validation_sources(self.options)
         if named:
-            heldout_table = tokenize_pairs(named, self.encoder)
-            heldout = HeldoutDocuments({bytes(digest): 0 for digest in heldout_table.digests})
-            numbers = np.arange(len(heldout_table))
+            table = tokenize_pairs(named, self.encoder)
+            heldout = HeldoutDocuments({bytes(digest): 0 for digest in table.digests})
+            numbers = np.arange(len(table))
         else:
-            heldout_table = table
-            heldout = HeldoutDocuments(
-                hold_back(table, blocks_to_hold_out(counted_in_pairs, table))
-            )
+            table = pairs.table
+            n_heldout = min(most_measured, len(table) // ONE_DRAWN_IN)
+            heldout = HeldoutDocuments(hold_back(table, n_heldout))
             numbers = np.flatnonzero(heldout.lengths(table) == 0)
 
-        n_measured = min(counted_in_pairs.heldout_tokens, len(numbers))
+        n_measured = min(most_measured, len(numbers))
         picked = numbers[np.linspace(0, len(numbers) - 1, n_measured).astype(int)]
-        pairs = PairBlocks(heldout_table, picked, self.encoder, side_length)
-        return heldout, [pairs[number] for number in range(n_measured)]
+        blocks = PairBlocks(table, picked, self.encoder, pairs.side_length)
+        return heldout, [blocks[number] for number in range(n_measured)]
 
-    def _tokens_of_sides(self, table: Documents) -> Ints:
-        """(2, D) tokens of the sources and of the targets, with special tokens."""
+
+@dataclass(frozen=True)
+class _StoredPairs:
+    """D pairs of two columns, each side cut to `side_length` tokens.
+
+    How many of them are trained on is counted in pairs: --alpha is a share of the pairs, and
+    numbers of tokens are divided by the tokens of a pair on average (`count_with`).
+
+    Attributes:
+        table: The pairs, without special tokens and not cut yet.
+        encoder: Adds the special tokens.
+        side_length: Tokens of a source, and of a target, at most.
+    """
+
+    table: Documents
+    encoder: PairEncoder
+    side_length: int
+
+    @cached_property
+    def tokens_of_sides(self) -> Ints:
+        """(2, D) tokens of sources and of targets before they are cut, with special tokens."""
         special_tokens = np.array(self.encoder.frame_lengths)[:, None]
-        tokens: Ints = (
-            np.stack([table.token_counts("source"), table.token_counts("target")]) + special_tokens
-        )
+        sides = [self.table.token_counts("source"), self.table.token_counts("target")]
+        tokens: Ints = np.stack(sides) + special_tokens
         return tokens
 
-    def _tokens_of_pairs(self, table: Documents, side_length: int) -> Ints:
-        """(D,) tokens of the pairs, of which each side is cut to `side_length`."""
-        tokens: Ints = np.minimum(self._tokens_of_sides(table), side_length).sum(0)
+    @cached_property
+    def tokens(self) -> Ints:
+        """(D,) tokens of both sides of each pair, as they are trained on."""
+        tokens: Ints = np.minimum(self.tokens_of_sides, self.side_length).sum(0)
         return tokens
 
-    def _counted_in_pairs(self, table: Documents, side_length: int) -> TrainOptions:
-        """Options for counting only, with a *pair* as the unit of length, for functions that know
-        only tokens and blocks: `context` is 1 (a block is one pair), and `tokens` and
-        `heldout_tokens` are numbers of pairs. `_stored_pairs` puts the real `context` back. The
-        pairs are those of a table, each side cut to `side_length` tokens.
-        """
-        options = self.options
-        mean_tokens = float(self._tokens_of_pairs(table, side_length).mean())
-        tokens = options.tokens
-        if tokens:
-            tokens = _pairs_of_tokens(tokens, mean_tokens)
-        heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
-        counted = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
-        return decide_block_and_batch(counted, len(table), 1, self.text_builder.ranks)
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a pair on average."""
+        return float(self.tokens.mean())
+
+    def count_with(self, tokens: int) -> int:
+        """How many pairs have about so many tokens; at least one."""
+        return max(1, int(tokens / self.mean_tokens))
+
+
+def _wanted_pairs(options: TrainOptions, pairs: _StoredPairs, available: int) -> int:
+    """How many pairs to train on by --alpha or --tokens; without both all of `available`."""
+    if options.alpha is not None:
+        return share_of(options.alpha, available)
+    if options.tokens is not None:
+        return pairs.count_with(options.tokens)
+    return available
+
+
+def _count_pairs(options: TrainOptions, pairs: _StoredPairs, available: int) -> int:
+    """Number of pairs to train on, of `available` that are not held out, each perhaps repeatedly.
+
+    Raises CorpusError if there is none.
+    """
+    require_data(available)
+    if options.steps is not None:
+        return options.steps * options.blocks_per_step
+
+    wanted = _wanted_pairs(options, pairs, available)
+    if not wanted:
+        raise CorpusError(f"--alpha {options.alpha:g} is less than one pair; raise it")
+    return wanted
+
+
+def _summary(pairs: _StoredPairs, available: int, trained: Ints) -> str:
+    """What is read of `available` pairs, in words: `trained` has the number of each, in order."""
+    distinct = min(len(trained), available)
+    summary = (
+        f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of "
+        f"{pairs.mean_tokens:,.1f} tokens on average"
+    )
+    if len(trained) > available:
+        times = len(trained) / available
+        summary += f", read {times:.2f} times, each time in another order"
+
+    longer_side = pairs.tokens_of_sides.max(0)  # (D,)
+    n_cut = int((longer_side[np.unique(trained)] > pairs.side_length).sum())
+    if n_cut:
+        are = "is" if n_cut == 1 else "are"
+        summary += f"; {n_cut:,} {are} cut to {pairs.side_length} a side"
+    return summary
 
 
 def _make_pairs(make: MakePair, blocks: list[Block]) -> list[Block]:
-    """The pairs of held-out blocks, each with its number as the seed."""
+    """The pairs of validation blocks, each with its number as the seed."""
     return [make(block, [number]) for number, block in enumerate(blocks)]
 
 
@@ -219,8 +268,3 @@ def _unpack_generated(block: Block, seeds: list[int]) -> Block:
     """The pair of a generated block, whose two halves are source and target, padded with -1."""
     source, target = np.split(block["input_ids"], 2)
     return pair_block((source[source >= 0], target[target >= 0]))
-
-
-def _pairs_of_tokens(tokens: int, mean_tokens: float) -> int:
-    """How many pairs of so many tokens on average have about `tokens` tokens; at least one."""
-    return max(1, int(tokens / mean_tokens))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from gqa.checkpoint.base_model import distills_from_base
 from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
+    describe_request,
     path_of_record,
     read_record,
     relative_path,
-    request,
     stamp,
     versions,
 )
@@ -20,19 +20,19 @@ from gqa.checkpoint.write import finite
 from gqa.corpus.specs import heldout_of_built_in, parse_self
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
-from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.setup import OpenedRun, ReadyRun
 from gqa.uptrain.state_files import TrainingProgress
 
 
-def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+def record_of(run: ReadyRun, progress: TrainingProgress) -> dict[str, Any]:
     """The record of a run, JSON-ready, including the records of the source checkpoint."""
-    source = setup.checkpoint
-    options = setup.options
-    data = setup.dataloader
-    argv = setup.description["argv"]
+    source = run.checkpoint
+    options = run.options
+    data = run.dataloader
+    argv = run.description["argv"]
 
-    recorded_options = request(options_used(setup), argv)["options"]
-    teacher = setup.teacher_checkpoint
+    recorded_options = describe_request(options_used(run), argv)["options"]
+    teacher = run.teacher_checkpoint
     teacher_name = recorded_options["teacher"] if options.distills else None
 
     record = {
@@ -46,14 +46,14 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         "teacher": teacher_name,
         "teacher_is_base": distills_from_base(source, teacher),
         "teacher_revision": teacher and teacher.revision,
-        "losses": _losses(setup, progress),
-        "dropout_turned_off": setup.training_model.dropout,
+        "losses": _losses(run, progress),
+        "dropout_turned_off": run.training_model.dropout,
         "data_summary": data.summary,
         "data_tokens": data.data_tokens,
         "distinct_tokens": data.distinct_tokens,
-        "heldout_overlap": data.overlap and asdict(data.overlap),
+        "validation_overlap": data.overlap and data.overlap.record,
         "data_fingerprint": data.fingerprint,
-        "ranks": setup.accelerator.num_processes,
+        "ranks": run.accelerator.num_processes,
         "options": recorded_options,
         "conversion": read_record(source, PROVENANCE),
         "trained_before": read_record(source, UPTRAINING),
@@ -62,64 +62,68 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     return dict(finite(record))
 
 
-def options_used(setup: Setup) -> TrainOptions:
+def options_used(run: ReadyRun) -> TrainOptions:
     """The options of a run with what was chosen where an option was left open.
 
     Its length stays as it was given; so does `eval_every`, because only a run without it evaluates
     early.
     """
-    options = setup.options
-    steps = setup.dataloader.steps
+    options = run.options
+    steps = run.dataloader.steps
 
     repeats = options.repeats
     # Generated text, in which blocks repeat passages unless it is plain; pairs never do
     if repeats is None:
         _, plain = parse_self(options.data[0])
-        repeats = not plain and not setup.model.config.is_encoder_decoder
+        repeats = not plain and not run.model.config.is_encoder_decoder
 
-    heldout = options.heldout
-    if not heldout and not options.heldout_fraction:
-        heldout = heldout_of_built_in(options.data)
+    validation = options.validation
+    if not validation and not options.validation_fraction:
+        validation = heldout_of_built_in(options.data)
 
     return replace(
         options,
         repeats=repeats,
-        heldout=heldout,
-        micro_batch=setup.micro_batch,
+        validation=validation,
+        micro_batch=run.micro_batch,
         warmup=warmup_steps(options.warmup, options.schedule, steps),
-        device=options.device or str(setup.accelerator.device),
+        device=options.device or str(run.accelerator.device),
     )
 
 
-def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+def _losses(run: ReadyRun, progress: TrainingProgress) -> dict[str, Any]:
     """Losses in nats per token.
 
-    `heldout_before`, `heldout_after`: cross-entropy on held-out text. `distillation_before`,
-    `distillation_after`: KL divergence from the teacher on it. `training`: cross-entropy of the
-    last step. `chosen_by`: the loss by which the best step was chosen, `distillation` with a
-    teacher, else `heldout`; None if nothing is held out. `rate_cuts`: how often the run went back
-    to its best weights at a third of the learning rate.
+    `validation_before`, `validation_after`: Cross-entropy on validation text.
+    `distillation_before`, `distillation_after`: KL divergence from the teacher on it.
+    `training`: Cross-entropy of the last step.
+    `chosen_by`: The loss by which the best step was chosen, `distillation` with a teacher, else
+        `validation`; None without validation text.
+    `rate_cuts`: How often the run went back to its best weights at a third of the learning rate.
     """
-    distills = setup.options.distills
+    distills = run.options.distills
     losses: dict[str, Any] = {
         "training": progress.training_cross_entropy,
         "rate_cuts": progress.rate_cuts,
     }
 
-    for when, heldout in (("before", progress.first_heldout), ("after", progress.lowest_heldout)):
-        losses[f"heldout_{when}"] = heldout and heldout["cross_entropy"]
+    for when, measured in (
+        ("before", progress.first_validation),
+        ("after", progress.lowest_validation),
+    ):
+        losses[f"validation_{when}"] = measured and measured["cross_entropy"]
         if distills:
-            losses[f"distillation_{when}"] = heldout and heldout["kl"]
+            losses[f"distillation_{when}"] = measured and measured["kl"]
 
-    if not setup.dataloader.heldout_blocks:
+    if not run.dataloader.validation_blocks:
         return losses | {"best_step": progress.step, "chosen_by": None}
-    chosen_by = "distillation" if distills else "heldout"
+    chosen_by = "distillation" if distills else "validation"
     return losses | {"best_step": progress.best_step, "chosen_by": chosen_by}
 
 
-def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+def adapted_record(run: OpenedRun, record: dict[str, Any]) -> dict[str, Any]:
     """The record of trained weights for this run, whose result may go elsewhere."""
-    command = request(run.options, run.description["argv"])
+    command = describe_request(run.options, run.description["argv"])
     of_this_run = {name: command["options"][name] for name in ("output", "overwrite")}
     return {
         **record,
@@ -130,7 +134,7 @@ def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def move_base_path(run: Run, record: dict[str, Any]) -> bool:
+def move_base_path(run: OpenedRun, record: dict[str, Any]) -> bool:
     """Let the record name the path of the base model from the result's place.
 
     Returns whether it has such a path (users edit these files). If not, the conversion's record is

@@ -33,13 +33,13 @@ from gqa.uptrain.export import (
 )
 from gqa.uptrain.loop import mixes_dtypes, train
 from gqa.uptrain.record import adapted_record, move_base_path, record_of
-from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.setup import OpenedRun, ReadyRun
 from gqa.uptrain.sharding import gather
 from gqa.uptrain.state_files import TrainingProgress, state_record
 from gqa.uptrain.stored_weights import affected_bytes, affected_tensors, weights_of_affected
 
 
-def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
+def uptrain(run: OpenedRun, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
     """Train and write the checkpoint to `options.output`; return the progress and the record in it.
 
     The trained weights are saved before the checkpoint is written: whatever fails then, the same
@@ -57,21 +57,23 @@ def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict
             on_main(lambda: _finish(run, record, saved_tensors_of(run.checkpoint, state)))
             return TrainingProgress.of(state.record), record
 
-        assert isinstance(run, Setup)
+        assert isinstance(run, ReadyRun)
         return _train_and_write(run, watcher)
 
 
-def _look_again(run: Run) -> Run:
+def _look_again(run: OpenedRun) -> OpenedRun:
     """The run with the state from which it continues now that no other run can change it: another
     run of the same command may have saved one, or ended, since it was prepared. Raises
     RefusedError.
     """
     state = from_main(lambda: run.states.state_to_continue(run.description))
     on_main(run.open_output)  # checks it: the other run may have written it
+
+    # We prepared for a state that has since been finished and removed, or only for writing trained
+    # weights, with nothing loaded, while training is needed.
     is_gone = state is None and run.continues_from is not None
     must_train = state is None or not state.is_trained
-    # A run that found trained weights has loaded nothing, so it cannot train
-    if is_gone or (must_train and not isinstance(run, Setup)):
+    if is_gone or (must_train and not isinstance(run, ReadyRun)):
         raise RefusedError(
             "another run of the same command ended while this one was prepared; repeat the command"
         )
@@ -86,34 +88,34 @@ def _look_again(run: Run) -> Run:
     return replace(run, continues_from=state)
 
 
-def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, dict[str, Any]]:
+def _train_and_write(run: ReadyRun, watcher: Watcher) -> tuple[TrainingProgress, dict[str, Any]]:
     """The run from its first step, or from the state from which it continues."""
-    on_main(lambda: _check_result(setup))
+    on_main(lambda: _check_result(run))
     try:
-        progress, weights = train(setup, watcher)
+        progress, weights = train(run, watcher)
     except (RuntimeError, MemoryError) as error:
-        refusal = _refusal_of(setup, error)
+        refusal = _refusal_of(run, error)
         if refusal is None:
             raise
         raise refusal from error
 
-    record = record_of(setup, progress)
-    whole = gather(weights_of_affected(setup.model, weights))
-    on_main(lambda: _save_and_write(setup, whole, progress, record))
+    record = record_of(run, progress)
+    whole = gather(weights_of_affected(run.model, weights))
+    on_main(lambda: _save_and_write(run, whole, progress, record))
     return progress, record
 
 
-def _check_result(setup: Setup) -> None:
+def _check_result(run: ReadyRun) -> None:
     """Make everything of the result but its weights, as it will be made after training, and check
     the space for it, so that what is wrong is refused before the first step. Raises RefusedError
     and OutputError.
     """
-    source = setup.checkpoint
+    source = run.checkpoint
     try:
-        record = record_of(setup, TrainingProgress())
+        record = record_of(run, TrainingProgress())
         json.dumps(record)
-        result_card(setup, setup.out.name, record)
-        move_base_path(setup, record)
+        result_card(run, run.out.name, record)
+        move_base_path(run, record)
     except OSError:
         raise
     except Exception as error:  # of a library that writes cards, or ours
@@ -126,37 +128,37 @@ def _check_result(setup: Setup) -> None:
     for name in ("config.json", *source.side_files):
         with source.path(name).open("rb") as stream:
             stream.read(1)
-    setup.states.check_space(affected_bytes(setup.model, source), source.nbytes)
+    run.states.check_space(affected_bytes(run.model, source), source.nbytes)
 
 
-def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | None:
+def _refusal_of(run: ReadyRun, error: RuntimeError | MemoryError) -> Exception | None:
     """An error of `train` as one that says what the user can do about it; None if nothing."""
     if out_of_memory(error):
-        return _no_memory(setup)
-    if mixes_dtypes(setup.accelerator, error):
+        return _no_memory(run)
+    if mixes_dtypes(run.accelerator, error):
         return RefusedError(
-            f"{type(setup.model).__name__} does not compute in bfloat16 ({explain(error)}); pass "
+            f"{type(run.model).__name__} does not compute in bfloat16 ({explain(error)}); pass "
             "--precision float32"
         )
-    if setup.options.compile and _is_of_compiler(error):
+    if run.options.compile and _is_of_compiler(error):
         return RefusedError(
             f"training with --compile failed ({explain(error, 200)}); remove --compile"
         )
     return None
 
 
-def _no_memory(setup: Setup) -> Exception:
+def _no_memory(run: ReadyRun) -> Exception:
     """The error of a run whose device has too little memory: which options are left that need
     less, and what is saved.
     """
-    options = setup.options
+    options = run.options
     to_lower = ["--context"]
     to_pass = []
-    if setup.micro_batch > 1:
+    if run.micro_batch > 1:
         to_lower.insert(0, "--micro-batch")
     if not options.gradient_checkpointing:
         to_pass.append("--gradient-checkpointing")
-    if options.optimizer != "adafactor" and not setup.accelerator.is_fsdp2:
+    if options.optimizer != "adafactor" and not run.accelerator.is_fsdp2:
         to_pass.append("--optimizer adafactor")
     if options.scope != "kv":
         to_pass.append("--train kv")
@@ -165,12 +167,12 @@ def _no_memory(setup: Setup) -> Exception:
     if to_pass:
         advice = f"pass {alternatives(to_pass)}, or {advice}"
     error = (
-        f"out of memory while training on {setup.accelerator.device} (--micro-batch "
-        f"{setup.micro_batch}, --context {options.block_size}); {advice}"
+        f"out of memory while training on {run.accelerator.device} (--micro-batch "
+        f"{run.micro_batch}, --context {options.block_size}); {advice}"
     )
-    if setup.states.step_directories():
+    if run.states.step_directories():
         return UnfinishedError(
-            f"{error}. {setup.states.what_is_left()}, also with another --micro-batch and "
+            f"{error}. {run.states.what_is_left()}, also with another --micro-batch and "
             "--gradient-checkpointing; other options need --overwrite and start over"
         )
     return NoMemoryError(error)
@@ -183,16 +185,16 @@ def _is_of_compiler(error: BaseException) -> bool:
 
 
 def _save_and_write(
-    setup: Setup, whole: dict[str, Tensor], progress: TrainingProgress, record: dict[str, Any]
+    run: ReadyRun, whole: dict[str, Tensor], progress: TrainingProgress, record: dict[str, Any]
 ) -> None:
     """Save the trained weights (`whole`; none if no step improved the model), then write the result
     from there.
     """
-    source = setup.checkpoint
-    states = setup.states
-    trained = result_tensors(setup.model, whole, source)
-    changed = changed_tensors(source, trained, affected_tensors(setup.model)) if whole else []
-    of_run = state_record(progress, setup.description, setup.options.blocks_per_step)
+    source = run.checkpoint
+    states = run.states
+    trained = result_tensors(run.model, whole, source)
+    changed = changed_tensors(source, trained, affected_tensors(run.model)) if whole else []
+    of_run = state_record(progress, run.description, run.options.blocks_per_step)
 
     try:
         state = states.save_trained(
@@ -202,15 +204,15 @@ def _save_and_write(
             result_size=source.nbytes,
         )
     except OutputError:  # the result itself may still fit
-        _finish(setup, record, trained)
+        _finish(run, record, trained)
         return
 
-    if not setup.options.keep_state:
+    if not run.options.keep_state:
         states.remove_steps()
-    _finish(setup, record, saved_tensors_of(source, state))
+    _finish(run, record, saved_tensors_of(source, state))
 
 
-def _finish(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
+def _finish(run: OpenedRun, record: dict[str, Any], tensor_of: ReadTensor) -> None:
     """Write the result, then remove the training states.
 
     Raises UnfinishedError, whatever goes wrong.

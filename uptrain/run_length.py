@@ -109,109 +109,150 @@ def decide_block_and_batch(
 
     By default a step has eight blocks of `largest` tokens. If that makes less than 250 steps, a
     step has fewer blocks, and blocks are shorter: with few tokens the number of steps decides the
-    result (docs/uptraining.md). A constant learning rate keeps the default, so that a longer run
-    begins with the steps of a shorter one. `processes` share a step: the default batch is a
-    multiple of them.
+    result (docs/uptraining.md). The default stays with --steps, and with a constant learning rate,
+    where a longer run begins with the steps of a shorter one.
+
+    Args:
+        options: With the length decided, as far as --alpha does not leave it to the data.
+        data_tokens: Tokens of the data, with those that will be held out.
+        largest: By `largest_block`.
+        processes: That share a step.
     """
-    tokens = options.tokens or data_tokens
-    if options.alpha is not None:
-        tokens = int(options.alpha * data_tokens)
-        if options.repeats:
-            tokens = int(tokens / MIX["plain"])
-    may_shrink = options.steps is None and depends_on_length(options.schedule)
-
-    block = options.context or largest
-    if may_shrink and options.context is None:
-        while tokens < _MIN_STEPS * block and block // 2 >= _MIN_BLOCK:
-            block //= 2
-
-    batch = options.batch_size
-    if batch is None:
-        target = _MAX_BATCH
-        if may_shrink:
-            target = min(_MAX_BATCH, tokens // (_MIN_STEPS * block))
-        unit = processes * (options.micro_batch or 1)
-        batch = max(1, target // unit) * unit
+    tokens = _tokens_of_run(options, data_tokens)
+    block = options.context or _default_block(options, tokens, largest)
+    batch = options.batch_size or default_batch(options, tokens // block, processes)
     return replace(options, context=block, batch_size=batch)
 
 
-def count_blocks(options: TrainOptions, data_tokens: int) -> int:
-    """Number of blocks to train on: those that `steps` need, or that fit into the wanted tokens.
-    With repeats alpha counts the blocks of text alone.
+def _tokens_of_run(options: TrainOptions, data_tokens: int) -> int:
+    """Tokens that a run takes, unless --steps says it: with those of blocks that repeat passages,
+    which are half of it.
 
-    Raises CorpusError if that is less than one block, RefusedError if it is more than --data
-    self:TOKENS states.
+    --alpha counts the tokens of text alone, so with repeats the run takes 1 / MIX["plain"] times as
+    many.
     """
-    _require_a_block(options, data_tokens)
-    if options.steps is not None:
-        blocks = options.steps * options.blocks_per_step
-    else:
-        blocks = _wanted_tokens(options, data_tokens) // options.block_size
-    if options.alpha is not None and options.repeats:
-        blocks = blocks_with_text(blocks)
-    _check_stated_tokens(options, blocks, data_tokens)
-    return blocks
+    if options.alpha is None:
+        return options.tokens or data_tokens
+
+    text_tokens = share_of(options.alpha, data_tokens)
+    return int(text_tokens / MIX["plain"]) if options.repeats else text_tokens
 
 
-def _require_a_block(options: TrainOptions, data_tokens: int) -> None:
-    """Raise CorpusError if the data has less than one block."""
-    if not data_tokens:
-        raise CorpusError(
-            "all documents are validation text, and none is left to train on; pass other text with "
-            "--heldout, or lower --heldout-fraction"
-        )
+def _may_shrink(options: TrainOptions) -> bool:
+    """Whether blocks and batches may be smaller than by default, for more steps."""
+    return options.steps is None and depends_on_length(options.schedule)
+
+
+def _default_block(options: TrainOptions, tokens: int, largest: int) -> int:
+    """Tokens of a block in a run of so many tokens, without --context."""
+    block = largest
+    if _may_shrink(options):
+        while tokens < _MIN_STEPS * block and block // 2 >= _MIN_BLOCK:
+            block //= 2
+    return block
+
+
+def default_batch(options: TrainOptions, blocks: int, processes: int) -> int:
+    """Blocks (or pairs) of a step in a run of so many, without --batch-size.
+
+    A multiple of the processes, and of --micro-batch on each of them.
+    """
+    target = _MAX_BATCH
+    if _may_shrink(options):
+        target = min(_MAX_BATCH, blocks // _MIN_STEPS)
+    unit = processes * (options.micro_batch or 1)
+    return max(1, target // unit) * unit
+
+
+def share_of(alpha: float, total: int) -> int:
+    """alpha x total, rounded down; in decimal: 0.29 of 100 is 29, not 28 as in binary."""
+    return int(Fraction(repr(float(alpha))) * total)
+
+
+def count_blocks(options: TrainOptions, data_tokens: int) -> int:
+    """Number of blocks to train on: those that --steps need, a share --alpha of the data, or those
+    that fit into --tokens; without any of them all of the data once.
+
+    Args:
+        options: With block and batch decided.
+        data_tokens: Tokens that are not held out.
+
+    Raises:
+        CorpusError: It is less than one block.
+        RefusedError: It is more than --data self:TOKENS states.
+    """
+    require_data(data_tokens)
     if data_tokens < options.block_size:
         raise CorpusError(
             f"the data has {data_tokens} tokens, less than one block of {options.block_size} "
             "tokens; pass more data, or lower --context"
         )
 
+    if options.steps is not None:
+        blocks = options.steps * options.blocks_per_step
+    elif options.alpha is not None:
+        blocks = _blocks_of_alpha(options, options.alpha, data_tokens)
+    elif options.tokens is not None:
+        blocks = _blocks_of_tokens(options, options.tokens)
+    else:
+        blocks = data_tokens // options.block_size
 
-def _wanted_tokens(options: TrainOptions, data_tokens: int) -> int:
-    """Tokens to train on: alpha x all tokens, or `tokens`, or without both all of the data.
-
-    Raises CorpusError if they are less than one block.
-    """
-    alpha = options.alpha
-    tokens = options.tokens or data_tokens
-    option = "--tokens"
-    length = f"--tokens {tokens} is"
-    if alpha is not None:
-        # Decimal: 0.29 of 100 is 29, not 28 as in binary.
-        tokens = int(Fraction(repr(float(alpha))) * data_tokens)
-        option = "--alpha"
-        length = f"--alpha {alpha:g} is {tokens} tokens,"
-    if tokens >= options.block_size:
-        return tokens
-
-    if options.target_column:  # --tokens is one pair at least
-        raise CorpusError(f"--alpha {alpha:g} is less than one pair; raise it")
-    raise CorpusError(
-        f"{length} less than one block of {options.block_size} tokens; raise {option}, or lower "
-        "--context"
-    )
-
-
-def count_text_blocks(blocks: int) -> int:
-    """How many of the first blocks are text; the others repeat passages."""
-    return int(is_plain(np.arange(blocks)).sum())
-
-
-def blocks_with_text(text_blocks: int) -> int:
-    """The most blocks of a run in which no more than `text_blocks` are text."""
-    enough = int(text_blocks / MIX["plain"]) + 8  # the kinds alternate unevenly, by a few blocks
-    text_so_far = np.cumsum(is_plain(np.arange(enough)))
-    return int((text_so_far <= text_blocks).sum())
-
-
-def _check_stated_tokens(options: TrainOptions, n_blocks: int, data_tokens: int) -> None:
-    """Raise RefusedError if so many blocks are more than `--data self:TOKENS` states."""
-    tokens = n_blocks * options.block_size
+    tokens = blocks * options.block_size
     if options.is_generated and tokens > data_tokens:
         raise RefusedError(
             f"training takes {tokens:,} tokens, more than --data {options.data[0]}; raise that "
             "number"
         )
+    return blocks
+
+
+def require_data(count: int) -> None:
+    """Raise CorpusError if no tokens, or pairs, are left to train on."""
+    if not count:
+        raise CorpusError(
+            "all documents are validation text, and none is left to train on; pass other text with "
+            "--validation, or lower --validation-fraction"
+        )
+
+
+def _blocks_of_alpha(options: TrainOptions, alpha: float, data_tokens: int) -> int:
+    """The blocks of a run that reads this share of the data, each token once. Blocks that repeat
+    passages come on top. Raises CorpusError if it is less than one block.
+    """
+    tokens = share_of(alpha, data_tokens)
+    if tokens < options.block_size:
+        raise CorpusError(
+            f"--alpha {alpha:g} is {tokens} tokens, less than one block of {options.block_size} "
+            "tokens; raise --alpha, or lower --context"
+        )
+    blocks_of_text = tokens // options.block_size
+    return blocks_for_text(blocks_of_text) if options.repeats else blocks_of_text
+
+
+def _blocks_of_tokens(options: TrainOptions, tokens: int) -> int:
+    """The blocks that fit into --tokens, those that repeat passages included. Raises CorpusError if
+    it is less than one block.
+    """
+    if tokens < options.block_size:
+        raise CorpusError(
+            f"--tokens {tokens} is less than one block of {options.block_size} tokens; raise "
+            "--tokens, or lower --context"
+        )
+    return tokens // options.block_size
+
+
+def text_blocks_among(blocks: int) -> int:
+    """How many of the first blocks are text; the others repeat passages."""
+    return int(is_plain(np.arange(blocks)).sum())
+
+
+def blocks_for_text(text_blocks: int) -> int:
+    """The most blocks of a run of which `text_blocks` are text: the inverse of
+    `text_blocks_among`.
+    """
+    enough = int(text_blocks / MIX["plain"]) + 8  # the kinds alternate unevenly, by a few blocks
+    text_so_far = np.cumsum(is_plain(np.arange(enough)))
+    return int((text_so_far <= text_blocks).sum())
 
 
 def count_steps(n_blocks: int, options: TrainOptions) -> int:

@@ -10,10 +10,10 @@ from accelerate.utils import gather_object
 
 from gqa.core.console import Watcher
 from gqa.core.errors import OutputError
-from gqa.corpus.streamed import Bookmark, saved_lanes_of
+from gqa.corpus.streamed import Bookmark
 from gqa.uptrain.evaluation import Weights
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.setup import Setup
+from gqa.uptrain.setup import ReadyRun
 from gqa.uptrain.state_files import TrainingProgress, state_record
 
 STATE_SECONDS = 600  # between two states, at least
@@ -28,9 +28,9 @@ def states_kept(options: TrainOptions) -> int:
 class Saver:
     """Saves states: every `save_every` steps, by default by time; and when the run stops."""
 
-    def __init__(self, setup: Setup, wrapped: Any, optimizer: Any, watcher: Watcher) -> None:
+    def __init__(self, run: ReadyRun, wrapped: Any, optimizer: Any, watcher: Watcher) -> None:
         """`wrapped`: the `TrainingModel` of the run, as accelerate wraps it."""
-        self._setup = setup
+        self._run = run
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._watcher = watcher
@@ -43,8 +43,8 @@ class Saver:
         By time: every ten minutes, or less often, so that the run spends less than a fiftieth of
         its time on it.
         """
-        is_last = step == self._setup.dataloader.steps
-        every = self._setup.options.save_every
+        is_last = step == self._run.dataloader.steps
+        every = self._run.options.save_every
         if every:
             return is_last or step % every == 0
         if is_last:  # the trained weights are saved next
@@ -52,7 +52,7 @@ class Saver:
 
         interval = max(STATE_SECONDS, STATE_SHARE * self._save_seconds)
         is_time = time.monotonic() - self._saved_at >= interval
-        return self._setup.accelerator.is_main_process and is_time
+        return self._run.accelerator.is_main_process and is_time
 
     def save(
         self,
@@ -70,37 +70,37 @@ class Saver:
 
         Args:
             progress: How far the run is.
-            best: The weights with the lowest held-out loss; empty if nothing is held out.
+            best: The weights with the lowest validation loss; empty if there is no validation text.
             bookmark: Where the stream of text is; None if the data is no stream.
             unreadable_text: Whether the run stops since its text cannot be read.
             stops: Whether the run stops here, for whatever reason.
         """
-        setup = self._setup
+        run = self._run
         began = time.monotonic()
-        stream = gather_object(saved_lanes_of(bookmark)) if bookmark else []
+        stream = gather_object(bookmark.saved_lanes) if bookmark else []
         record = state_record(
             progress,
-            setup.description,
-            setup.options.blocks_per_step,
+            run.description,
+            run.options.blocks_per_step,
             stream=stream,
             unreadable_text=unreadable_text,
         )
 
         try:
-            setup.states.save(
-                setup.accelerator,
+            run.states.save(
+                run.accelerator,
                 self._wrapped,
                 self._optimizer,
                 best,
                 record,
-                keep=states_kept(setup.options),
+                keep=states_kept(run.options),
             )
         except OutputError as error:
             if stops:
                 raise
-            if setup.accelerator.is_main_process:
+            if run.accelerator.is_main_process:
                 self._watcher.warn(f"{error}. The run goes on")
 
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - began
-        return setup.states.directory
+        return run.states.directory

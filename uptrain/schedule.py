@@ -20,7 +20,7 @@ EVALUATIONS = 4  # of a run, at equal distances, unless `eval_every` is given
 # loss may have risen for a while at a rate that is right for the whole run (docs/tried.md).
 _EARLY_DIVISOR = 16
 MAX_WARMUP_STEPS = 100  # by default
-RATE_CUT = 1 / 3  # of the learning rate, where the held-out loss has not become lower
+RATE_CUT = 1 / 3  # of the learning rate, where the validation loss has not become lower
 
 
 def depends_on_length(schedule: Schedule) -> bool:
@@ -44,12 +44,12 @@ def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
 
 
 def evaluation_interval(eval_every: int | None, steps: int) -> int:
-    """Steps between two held-out evaluations."""
+    """Steps between two measurements of the validation losses."""
     return eval_every or math.ceil(steps / EVALUATIONS)
 
 
 def evaluates_after(step: int, steps: int, eval_every: int | None) -> bool:
-    """Whether the held-out losses are measured once `step` of `steps` are done."""
+    """Whether the validation losses are measured once `step` of `steps` are done."""
     is_early = eval_every is None and step == steps // _EARLY_DIVISOR
     return is_early or step == steps or step % evaluation_interval(eval_every, steps) == 0
 

@@ -1,4 +1,11 @@
-"""Prepare a run from its options: model, teacher, data and processes, checked before training."""
+"""Prepare a run from its options: model, teacher, data and processes, checked before training.
+
+A run becomes ready in three steps, each of which adds to what the one before has found:
+
+    resolve_run -> ResolvedRun    its options are decided, from configs and records
+    open_run    -> OpenedRun      its weights are fetched, and its saved states are found
+    load_run    -> ReadyRun       its models and its text are loaded
+"""
 
 from __future__ import annotations
 
@@ -44,9 +51,9 @@ from gqa.uptrain.training_model import TrainingModel
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """Options that are decided as far as configs and records determine them, and the models that
-    they name.
+class ResolvedRun:
+    """A run whose options are decided as far as configs and records determine them, and the models
+    that they name.
 
     Attributes:
         options: With output, teacher, data, length, repeats and scope decided. precision, context
@@ -67,11 +74,11 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class Run(Resolved):
+class OpenedRun(ResolvedRun):
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
     Attributes:
-        options: Those of `Resolved`, with precision decided.
+        options: Those of `ResolvedRun`, with precision decided.
         out: The output directory.
         accelerator: Of this process.
         states: What unfinished work is stored in.
@@ -97,12 +104,13 @@ class Run(Resolved):
 
 
 @dataclass(frozen=True)
-class Setup(Run):
+class ReadyRun(OpenedRun):
     """A run that is ready to start, with everything checked that can be checked before the first
     step.
 
     Attributes:
-        options: Those of `Run`, with context and batch_size decided; `dataloader` has the same.
+        options: Those of `OpenedRun`, with context and batch_size decided; `dataloader` has the
+            same.
         model: The model that is trained.
         training_model: The same with its loss and its teacher.
         dataloader: The text, in blocks.
@@ -121,23 +129,31 @@ def prepare(
     watcher: Watcher = SILENT,
     *,
     shares_states: bool = True,
-) -> Run:
-    """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the
-    weights already and could not write its result. Raises RefusedError, or OutputError if there is
-    no space for the result, before anything is written to the output.
+) -> OpenedRun | ReadyRun:
+    """Open, load and check all that a run needs, before anything is written to the output.
 
     Args:
+        options: As the user passed them.
         argv: Arguments of the command.
         watcher: Shows the progress of sampling.
         shares_states: Whether runs of the same training with other outputs continue each other.
+
+    Returns:
+        A `ReadyRun`, which trains. Or only an `OpenedRun`, if an earlier one has trained the
+        weights already and could not write its result: then nothing is loaded or trained.
+
+    Raises:
+        RefusedError, CorpusError: The options, the models or the text cannot be used.
+        OutputError: There is no space for the result.
     """
     run = open_run(options, argv, watcher, shares_states)
-    if run.continues_from and run.continues_from.is_trained:
+    is_trained = run.continues_from is not None and run.continues_from.is_trained
+    if is_trained:
         return run
-    return build_setup(run, watcher)
+    return load_run(run, watcher)
 
 
-def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> Resolved:
+def resolve_run(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> ResolvedRun:
     """Check the options of a run against its model, and decide what they leave open.
 
     Only configs, headers and records are read; of a hub id, the weights are not fetched yet.
@@ -175,7 +191,7 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
     if options.scope == "lora":
         require_peft()
     length = length_without_data(options, config, checkpoint, processes)
-    return Resolved(options, teacher_text, checkpoint, teacher, config, length)
+    return ResolvedRun(options, teacher_text, checkpoint, teacher, config, length)
 
 
 def open_run(
@@ -183,12 +199,12 @@ def open_run(
     argv: Sequence[str] = (),
     watcher: Watcher = SILENT,
     shares_states: bool = True,
-) -> Run:
+) -> OpenedRun:
     """Decide the options of a run and look for its states.
 
     Raises RefusedError, CorpusError, OutputError.
     """
-    resolved = resolve_options(options, ranks().num_processes, watcher)
+    resolved = resolve_run(options, ranks().num_processes, watcher)
     options = resolved.options
     checkpoint = resolved.checkpoint
     teacher = resolved.teacher_checkpoint
@@ -216,7 +232,7 @@ def open_run(
     if shares_states:
         states = find_states(out, description)
     continues_from = from_main(lambda: states.state_to_continue(description))
-    return Run(
+    return OpenedRun(
         **vars(replace(resolved, options=options)),
         out=out,
         accelerator=accelerator,
@@ -226,7 +242,7 @@ def open_run(
     )
 
 
-def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
+def load_run(run: OpenedRun, watcher: Watcher = SILENT) -> ReadyRun:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
     if run.continues_from:  # the default batch may depend on the number of processes
@@ -247,7 +263,7 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     run.accelerator.gradient_accumulation_steps = blocks_of_process // micro_batch
 
     run = replace(run, options=options)
-    return Setup(
+    return ReadyRun(
         **vars(run),
         model=model,
         training_model=training_model,
@@ -257,7 +273,7 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
 
 
 def _load_models(
-    run: Run, tokenizer: Any
+    run: OpenedRun, tokenizer: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel | None, TrainingModel]:
     """The model, the teacher if there is one, and the module that trains.
 
@@ -293,7 +309,7 @@ def _load_models(
     return model, teacher, training_model
 
 
-def _check_teacher(run: Run, teacher: Checkpoint, tokenizer: Any) -> None:
+def _check_teacher(run: OpenedRun, teacher: Checkpoint, tokenizer: Any) -> None:
     """Raise RefusedError if the teacher does not fit the model, whose tokenizer is given."""
     trust_remote_code = run.options.trust_remote_code
     teacher_config = read_auto_config(str(teacher.directory), trust_remote_code)
@@ -302,7 +318,7 @@ def _check_teacher(run: Run, teacher: Checkpoint, tokenizer: Any) -> None:
 
 
 def _build_data_and_move_models(
-    run: Run,
+    run: OpenedRun,
     model: PreTrainedModel,
     teacher: PreTrainedModel | None,
     tokenizer: Any,

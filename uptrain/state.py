@@ -45,6 +45,7 @@ from gqa.uptrain.state_files import (
     publish,
     reason_of,
     remove_state,
+    says_full_disk,
     write_record,
     write_tensors,
 )
@@ -171,10 +172,12 @@ class States:
 
         changed = _changes(description, state)
         if description["overwrite"]:
+            if changed:
+                return None
             # A repeated command continues what it has begun. And the run that failed may have
             # advised --overwrite for what is at OUT: then its trained weights are written.
-            continues = state.record["overwrite"] or state.is_trained
-            return state if continues and not changed else None
+            was_begun_with_overwrite = state.record["overwrite"]
+            return state if was_begun_with_overwrite or state.is_trained else None
 
         if changed:
             before = state.record
@@ -215,9 +218,12 @@ class States:
         # torch has errors of its own for files
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(work, ignore_errors=True)
+            advice = "Check that directory and its disk"
+            if says_full_disk(error):
+                advice = "Free some space"
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} "
-                f"({reason_of(error)}); {self.what_is_left()}. Free some space"
+                f"({reason_of(error)}); {self.what_is_left()}. {advice}"
             ) from error
 
         if accelerator.is_main_process:

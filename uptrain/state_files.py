@@ -9,13 +9,14 @@ accelerate reads random states with pickle: continue only from states that you m
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from gqa.checkpoint.hub import error_chain
 from gqa.checkpoint.write import fsync_directory, fsync_file, write_text
 from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, listing
@@ -55,8 +57,8 @@ class TrainingProgress:
     """The part of a state besides weights and optimizer. Losses are nats per token.
 
     training_cross_entropy: Of the last step, also if there is a teacher.
-    first_heldout, lowest_heldout: Results of `heldout_losses` at the start, and after `best_step`,
-        the step with the lowest loss so far; step 0 is the model before training.
+    first_validation, lowest_validation: Results of `validation_losses` at the start, and after
+        `best_step`, the step with the lowest loss so far; step 0 is the model before training.
     rate_cuts: How often the run has gone back to the best weights, each time with a lower learning
         rate.
     """
@@ -64,21 +66,21 @@ class TrainingProgress:
     step: int = 0
     tokens: int = 0
     best_step: int = 0
-    first_heldout: dict[str, float] | None = None
-    lowest_heldout: dict[str, float] | None = None
+    first_validation: dict[str, float] | None = None
+    lowest_validation: dict[str, float] | None = None
     training_cross_entropy: float | None = None
     rate_cuts: int = 0
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether held-out text was measured and no step lowered its loss."""
-        is_measured = self.first_heldout and self.lowest_heldout
+        """Whether validation text was measured and no step lowered its loss."""
+        is_measured = self.first_validation and self.lowest_validation
         return bool(is_measured) and not self.best_step
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> TrainingProgress:
         """The progress in the record of a state."""
-        return cls(**{name: record[name] for name in vars(cls())})
+        return cls(**{field.name: record[field.name] for field in fields(cls)})
 
 
 def state_record(
@@ -107,9 +109,11 @@ def state_record(
     }
 
 
-# What every record has: the progress, what `describe_run` returns, and how to go on.
-_DESCRIPTION = ("identity", "overwrite", "argv", "directory", "ranks")
-_KEYS = frozenset(state_record(TrainingProgress(), dict.fromkeys(_DESCRIPTION), 0))
+# The keys of every record: see `state_record`.
+_PROGRESS = {field.name for field in fields(TrainingProgress)}
+_DESCRIPTION = {"identity", "overwrite", "argv", "directory", "ranks"}  # of `describe_run`
+_HOW_TO_GO_ON = {"batch_size", "stream", "unreadable_text"}
+_KEYS = _PROGRESS | _DESCRIPTION | _HOW_TO_GO_ON
 
 
 @dataclass(frozen=True)
@@ -239,12 +243,28 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def says_full_disk(error: BaseException) -> bool:
+    """Whether an error of writing a state says that the disk, or a quota, is full.
+
+    Errors that torch raises in C++ do not say it.
+    """
+    for cause in error_chain(_first_failure(error)):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+    return False
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """The error of the first rank that failed, in one of torch.distributed.checkpoint."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((failure for failure, _ in failures.values()), error)
+
+
 def reason_of(error: BaseException) -> str:
     """What the first rank that failed says in an error of torch.distributed.checkpoint; raised if
     it has no memory.
     """
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    cause = next((failure for failure, _ in failures.values()), error)
+    cause = _first_failure(error)
     if out_of_memory(cause):
         raise cause from error
     return explain(cause)

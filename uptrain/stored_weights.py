@@ -27,8 +27,8 @@ def affected_tensors(model: PreTrainedModel) -> dict[str, list[str]]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = set[str]()
-    for name, parts in adapter_parts(parameters).items():
-        if not any(parameters[part].requires_grad for part in parts):
+    for name, base_and_adapter in adapter_parts(parameters).items():
+        if not any(parameters[part].requires_grad for part in base_and_adapter):
             frozen.add(name)
 
     return {
@@ -52,11 +52,11 @@ def affected_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
 def weights_of_affected(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of a state dict of which `affected_tensors` are made, adapters included."""
     affected = parameters_of_affected(model)
-    parts = set[str]()
-    for name, parts_of_name in adapter_parts(weights).items():
+    wanted = set[str]()
+    for name, base_and_adapter in adapter_parts(weights).items():
         if name in affected:
-            parts.update(parts_of_name)
-    return {name: tensor for name, tensor in weights.items() if name in parts}
+            wanted.update(base_and_adapter)
+    return {name: tensor for name, tensor in weights.items() if name in wanted}
 
 
 @contextmanager
@@ -71,8 +71,8 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     training_weights: dict[str, Tensor] = {}
     try:
         with torch.no_grad():
-            for name, parts in adapter_parts(parameters).items():
-                base, *adapter = parts
+            for name, base_and_adapter in adapter_parts(parameters).items():
+                base, *adapter = base_and_adapter  # the names of W, and of A and B if there are any
                 weight = parameters[base]
                 dtype = dtypes.get(name, "F32")
                 is_trained = weight.requires_grad or bool(adapter)
@@ -81,12 +81,14 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
                     continue
 
                 # The adapter is B A: with zeros in B it adds nothing to the merged weight
-                changed = [base, *adapter[1:]]
-                for part in changed:
-                    training_weights[part] = local_shard(parameters[part]).to("cpu", copy=True)
+                ups = adapter[1:]  # B, or nothing
+                for overwritten in (base, *ups):
+                    shard = local_shard(parameters[overwritten])
+                    training_weights[overwritten] = shard.to("cpu", copy=True)
+
                 merged = merge_adapter(weight, *(parameters[part] for part in adapter))
                 weight.copy_(stored_as(merged, dtype))
-                for up in adapter[1:]:
+                for up in ups:
                     parameters[up].zero_()
         yield
     finally:

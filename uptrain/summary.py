@@ -14,7 +14,7 @@ from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.schedule import warmup_steps
-from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.setup import OpenedRun, ReadyRun
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.training_time import TrainingTime
 
@@ -23,39 +23,38 @@ KL_DIVERGENCE = "KL divergence"
 CROSS_ENTROPY = "cross-entropy"
 
 
-def plan_lines(run: Run) -> list[str]:
+def plan_lines(run: OpenedRun) -> list[str]:
     """The plan of a run for people."""
     output_line = f"output      {run.options.output}"
-    if not isinstance(run, Setup):
+    if not isinstance(run, ReadyRun):
         return [
             f"continues   training is done, in {run.states.directory}: only the result is written",
             output_line,
         ]
 
-    setup = run
     lines = [
-        _model_line(setup),
-        _teacher_line(setup.options, setup.teacher_text),
-        f"data        {', '.join(setup.options.data)}: {setup.dataloader.summary}",
-        _steps_line(setup),
-        _optimizer_line(setup),
-        _precision_line(setup.options.precision),
-        _heldout_line(setup),
+        _model_line(run),
+        _teacher_line(run.options, run.teacher_text),
+        f"data        {', '.join(run.options.data)}: {run.dataloader.summary}",
+        _steps_line(run),
+        _optimizer_line(run),
+        _precision_line(run.options.precision),
+        _validation_line(run),
         output_line,
     ]
-    overlap = setup.dataloader.overlap
+    overlap = run.dataloader.overlap
     if overlap and overlap.was_found:
         lines.append(f"excluded    {overlap}")
 
-    dropout = setup.training_model.dropout
+    dropout = run.training_model.dropout
     if dropout:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout.items())
         lines.append(f"dropout     off; the model asks for {rates}")
 
-    if setup.continues_from:
+    if run.continues_from:
         lines.append(
-            f"continues   after step {setup.continues_from.record['step']:,}, saved in "
-            f"{setup.states.directory}"
+            f"continues   after step {run.continues_from.record['step']:,}, saved in "
+            f"{run.states.directory}"
         )
     return lines
 
@@ -133,12 +132,12 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
     }
 
 
-def _model_line(setup: Setup) -> str:
-    parameters = setup.model.num_parameters()
-    trained = setup.model.num_parameters(only_trainable=True)
+def _model_line(run: ReadyRun) -> str:
+    parameters = run.model.num_parameters()
+    trained = run.model.num_parameters(only_trainable=True)
     return (
-        f"model       {setup.checkpoint.hub_id or setup.checkpoint.name}: "
-        f"{trained:,} of {parameters:,} parameters train ({setup.options.train})"
+        f"model       {run.checkpoint.hub_id or run.checkpoint.name}: "
+        f"{trained:,} of {parameters:,} parameters train ({run.options.train})"
     )
 
 
@@ -148,20 +147,20 @@ def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
     return f"no teacher  {teacher_text}"
 
 
-def _steps_line(setup: Setup) -> str:
-    data = setup.dataloader
-    blocks = plural(setup.options.blocks_per_step, "block")
+def _steps_line(run: ReadyRun) -> str:
+    data = run.dataloader
+    blocks = plural(run.options.blocks_per_step, "block")
     on_average = "" if data.tokens_of_blocks is None else " on average"
-    repeats = ", with repeated passages" if setup.options.repeats else ""
+    repeats = ", with repeated passages" if run.options.repeats else ""
     return (
         f"steps       {data.steps:,}, each of {blocks} ({data.tokens_per_step:,} "
         f"tokens{on_average}); {data.tokens_until(data.steps):,} tokens in all{repeats}"
     )
 
 
-def _optimizer_line(setup: Setup) -> str:
-    options = setup.options
-    warmup = warmup_steps(options.warmup, options.schedule, setup.dataloader.steps)
+def _optimizer_line(run: ReadyRun) -> str:
+    options = run.options
+    warmup = warmup_steps(options.warmup, options.schedule, run.dataloader.steps)
     return (
         f"optimizer   {options.optimizer}, learning rate {_peak_rate(options)}, "
         f"{options.schedule}, {warmup} warm-up steps"
@@ -192,17 +191,18 @@ def _peak_rate(options: TrainOptions) -> str:
     return f"{options.learning_rate:g}"
 
 
-def _heldout_line(setup: Setup) -> str:
+def _validation_line(run: ReadyRun) -> str:
     """The line of a plan that says what the validation text is, and by which measure the best
     weights are chosen.
     """
-    if not setup.dataloader.heldout_blocks:
+    if not run.dataloader.validation_blocks:
         return (
-            "validation  none (a stream or short data): the last weights are written; see --heldout"
+            "validation  none (a stream or short data): the last weights are written; "
+            "see --validation"
         )
-    tokens = setup.dataloader.heldout_tokens
+    tokens = run.dataloader.validation_tokens
     return (
-        f"validation  {tokens:,} tokens; the weights with the lowest {_measure(setup.options)} "
+        f"validation  {tokens:,} tokens; the weights with the lowest {_measure(run.options)} "
         "on them are written"
     )
 
@@ -214,20 +214,20 @@ def _measure(options: TrainOptions) -> str:
     return f"{KL_DIVERGENCE} from the teacher" if options.distills else CROSS_ENTROPY
 
 
-def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
+def result_lines(run: OpenedRun, progress: TrainingProgress) -> list[str]:
     """The result for people."""
     code = " with trust_remote_code=True" if "auto_map" in run.checkpoint.config else ""
     return [
-        *_heldout_lines(run, progress),
+        *_validation_lines(run, progress),
         f"written     {run.options.output}: verified, loads in transformers{code}",
         f"next        {next_line(run, progress)}",
     ]
 
 
-def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
+def _validation_lines(run: OpenedRun, progress: TrainingProgress) -> list[str]:
     """The losses on validation text before and after; empty if there is none."""
-    before = progress.first_heldout
-    after = progress.lowest_heldout
+    before = progress.first_validation
+    after = progress.lowest_validation
     if not (before and after):
         return []
 

@@ -20,20 +20,20 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Documents, Ints, tokenize
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.heldout_blocks import (
-    blocks_of_drawn_text,
-    blocks_of_named_text,
-    most_measured_blocks,
-    passages_to_exclude,
-    without_passages,
-)
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import (
     ENDLESS,
     count_blocks,
     count_steps,
-    count_text_blocks,
     decide_block_and_batch,
+    text_blocks_among,
+)
+from gqa.uptrain.validation_blocks import (
+    blocks_of_drawn_text,
+    blocks_of_named_text,
+    most_measured_blocks,
+    passages_to_exclude,
+    without_passages,
 )
 
 # (tokens of a block, number of blocks) -> what the teacher writes
@@ -72,11 +72,11 @@ class TextDataBuilder:
         text = tokenize(sources, self.encoders)
         options = self._with_block_and_batch(int(text.lengths.sum()))
 
-        heldout, heldout_blocks = blocks_of_named_text(options, self.encoders)
-        if not heldout_blocks:
-            heldout, heldout_blocks = blocks_of_drawn_text(options, text)
+        heldout, validation_blocks = blocks_of_named_text(options, self.encoders)
+        if not validation_blocks:
+            heldout, validation_blocks = blocks_of_drawn_text(options, text)
         overlap = None
-        if heldout_blocks:
+        if validation_blocks:
             sources, overlap = without_passages(options, sources, heldout, self.encoders)
             if overlap.documents:
                 text = tokenize(sources, self.encoders)
@@ -91,7 +91,7 @@ class TextDataBuilder:
             steps=reading.steps,
             fingerprint=text.fingerprint,
             summary=_summary(text, reading),
-            heldout_blocks=heldout_blocks,
+            validation_blocks=validation_blocks,
             distinct_tokens=reading.distinct_tokens,
             data_tokens=reading.data_tokens,
             overlap=overlap,
@@ -103,8 +103,8 @@ class TextDataBuilder:
         options = self._with_block_and_batch(ENDLESS)
         steps = count_steps(count_blocks(options, ENDLESS), options)
 
-        heldout, heldout_blocks = blocks_of_named_text(options, self.encoders)
-        if heldout_blocks:
+        heldout, validation_blocks = blocks_of_named_text(options, self.encoders)
+        if validation_blocks:
             # A stream is not searched before it is read: passages are left out on the way.
             exclusion = passages_to_exclude(options, [source], heldout, self.encoders)
             source = source.excluding(exclusion)
@@ -117,7 +117,7 @@ class TextDataBuilder:
             batch=options.blocks_per_step,
         )
         summary = f"a stream of {blocks}"
-        if heldout_blocks:
+        if validation_blocks:
             summary += ", without passages of the validation text"
         contents = file_digests(source.files)
         fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
@@ -127,11 +127,11 @@ class TextDataBuilder:
             steps=steps,
             fingerprint=fingerprint,
             summary=summary,
-            heldout_blocks=heldout_blocks,
+            validation_blocks=validation_blocks,
         )
 
     def _generated(self) -> Dataloader:
-        """Blocks that the teacher writes. The first are held out, unless --heldout names other
+        """Blocks that the teacher writes. The first are held out, unless --validation names other
         text.
         """
         assert self.write is not None
@@ -141,13 +141,13 @@ class TextDataBuilder:
         steps = count_steps(count_blocks(options, data_tokens), options)
         count = steps * options.blocks_per_step
 
-        _, heldout_blocks = blocks_of_named_text(options, self.encoders)
-        n_heldout = 0
-        if not heldout_blocks:
-            n_heldout = most_measured_blocks(options)
-        blocks = self.write(options.block_size, n_heldout + count)
-        if not heldout_blocks:
-            heldout_blocks = [blocks[number] for number in range(n_heldout)]
+        _, validation_blocks = blocks_of_named_text(options, self.encoders)
+        n_validation = 0
+        if not validation_blocks:
+            n_validation = most_measured_blocks(options)
+        blocks = self.write(options.block_size, n_validation + count)
+        if not validation_blocks:
+            validation_blocks = [blocks[number] for number in range(n_validation)]
 
         teacher = Path(options.teacher).absolute().name
         summary = f"{plural(count, 'block')} of {options.block_size:,} tokens from {teacher}"
@@ -157,8 +157,8 @@ class TextDataBuilder:
             steps=steps,
             fingerprint=blocks.fingerprint,
             summary=summary,
-            heldout_blocks=heldout_blocks,
-            first_trained_block=n_heldout,
+            validation_blocks=validation_blocks,
+            first_trained_block=n_validation,
         )
 
     def _with_block_and_batch(self, data_tokens: int) -> TrainOptions:
@@ -214,7 +214,7 @@ def _plan_reading(options: TrainOptions, text: Documents, heldout: HeldoutDocume
     n_blocks = steps * options.blocks_per_step
     # With repeats half of the blocks are text: of 1M tokens of the run, 0.5M are read. The others
     # take their passages from the blocks of text before them.
-    text_blocks = count_text_blocks(n_blocks) if options.repeats else n_blocks
+    text_blocks = text_blocks_among(n_blocks) if options.repeats else n_blocks
     order = reading_order(text, lengths, text_blocks * options.block_size, options.seed)
     return _Reading(lengths, order, options.block_size, steps, n_blocks, text_blocks)
 

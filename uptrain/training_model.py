@@ -19,9 +19,9 @@ from gqa.models.chunked_head import ChunkedHead, chunks
 from gqa.uptrain.dropout import has_jitter, turn_off_dropout
 
 Batch = dict[str, Tensor]
-# (rows (n, D) with gradient, their slice) -> (loss to minimize, sums to report), both summed over
-# the rows.
-SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+# (rows (n, D) with gradient, their slice of all rows) -> (loss to minimize, sums to report), both
+# summed over these rows.
+LossOfSlice = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class MeanLosses(NamedTuple):
@@ -109,15 +109,17 @@ class TrainingModel(nn.Module):
         with torch.no_grad():
             teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
 
-        def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        def loss_of_slice(rows: Tensor, slice_: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 teacher_logits = None
                 if teacher is not None and teacher_hidden is not None:
-                    teacher_logits = teacher.logits(teacher_hidden[piece])
+                    teacher_logits = teacher.logits(teacher_hidden[slice_])
             logits = self._head.logits(rows)
-            return next_token_loss(logits, targets[piece], teacher_logits)
+            return next_token_loss(logits, targets[slice_], teacher_logits)
 
-        loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
+        loss, sums = chunked_sum(
+            loss_of_slice, self._head.vocabulary, hidden, self._head_parameters()
+        )
         if sharded_teacher:
             sharded_teacher.reshard()
 
@@ -187,7 +189,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss_of_slice: SliceLoss,
+        loss_of_slice: LossOfSlice,
         vocabulary: int,
         differentiate: bool,
         rows: Tensor,
@@ -198,16 +200,16 @@ class _ChunkedSum(torch.autograd.Function):
         row_gradient = torch.empty_like(rows) if differentiate else None
         head_gradients: list[Tensor | None] = [None] * len(parameters)
 
-        for piece in chunks(len(rows), vocabulary, rows.device):
+        for slice_ in chunks(len(rows), vocabulary, rows.device):
             with torch.set_grad_enabled(differentiate):
-                leaf = rows[piece].detach().requires_grad_(differentiate)
-                loss, sums = loss_of_slice(leaf, piece)
+                leaf = rows[slice_].detach().requires_grad_(differentiate)
+                loss, sums = loss_of_slice(leaf, slice_)
             total_loss += loss.detach()
             total_sums = sums.detach() if total_sums is None else total_sums + sums.detach()
 
             if row_gradient is not None:
                 with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
-                    row_gradient[piece], *gradients = torch.autograd.grad(
+                    row_gradient[slice_], *gradients = torch.autograd.grad(
                         loss, [leaf, *parameters], allow_unused=True
                     )
                 pairs = zip(head_gradients, gradients, strict=True)
@@ -242,7 +244,7 @@ def _add_in_float32(before: Tensor | None, part: Tensor | None) -> Tensor | None
 
 
 def chunked_sum(
-    loss_of_slice: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
+    loss_of_slice: LossOfSlice, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
     """Sum of a loss over slices of rows, differentiable (once) in the rows and in the head's
     parameters.

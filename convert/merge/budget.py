@@ -154,13 +154,13 @@ def losses_alone(
     """
     calibrator = Calibrator(plan, blocks, options)
     pair = calibrator.pair
-    watcher.stage(f"measuring layers, G = {plan.kv_heads}", calibrator.layers, "layer")
+    watcher.stage(f"measuring layers, G = {plan.kv_heads}", calibrator.n_layers, "layer")
 
     # Its hidden states in the base model, and in each model that is converted in one layer only.
-    base = pair.first_stream({"input_ids": measured}, copies=1 + calibrator.layers)
+    base = pair.states_before_layers({"input_ids": measured}, copies=1 + calibrator.n_layers)
     pair.base_model.streams.append(base)
     changed_alone: list[Stream] = []  # by layer: hidden states if only that layer is converted
-    for layer in range(calibrator.layers):
+    for layer in range(calibrator.n_layers):
         # This text goes through the converted layer, and through the base model's from then on.
         alone = base.clone()
         changed_alone.append(alone)
@@ -174,7 +174,7 @@ def losses_alone(
         states.converted.hidden.copy_(states.base.hidden)
         watcher.update(1)
 
-    lost = [0.0] * calibrator.layers
+    lost = [0.0] * calibrator.n_layers
     for block in range(len(measured)):
         rows = slice(block, block + 1)
         base_log_probs = pair.base_model.logits(base.hidden[rows]).log_softmax(-1)

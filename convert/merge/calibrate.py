@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
-from gqa.convert.merge.layer import Attention, Layer, check_finite, residual_scale
+from gqa.convert.merge.layer import Attention, Layer, adds_attention, check_finite
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.sensitivity import position_weights
@@ -29,7 +29,7 @@ class Calibrator:
     Attributes:
         pair: The base model and the converted model.
         fit: How one attention module is fitted.
-        layers: Number of layers.
+        n_layers: Number of layers.
         calibration_states: Hidden states of the calibration text. Further texts of the pair
             (`ModelPair.add_text`) advance with it, and nothing is fitted to them.
     """
@@ -51,7 +51,7 @@ class Calibrator:
         """
         self.fit = fit
         self.pair = ModelPair(plan, options)
-        self.layers = self.pair.layers
+        self.n_layers = self.pair.n_layers
         if isinstance(inputs, Tensor):
             inputs = {"input_ids": inputs}
         self.calibration_states = self.pair.add_text(inputs)
@@ -76,11 +76,11 @@ class Calibrator:
         converted_states = self.calibration_states.converted
         weights = position_weights(converted_states.hidden, converted_states.is_text)
 
-        # 1. Observe. Targets are what earlier layers have lost (of the first module only), which
-        # is computed while both models' hidden states are before this layer; then, as the base
-        # model's go through it, also what its attention adds to them.
+        # 1. Observe. The first module's target starts as the drift, which is computed while the
+        # hidden states of both models are before this layer. Then those of the base model advance,
+        # and the output of each base attention is added to the target of its module.
         scale = self._scale_of(base_layer, attentions)
-        targets = self._lost_so_far(len(modules), scale)
+        targets = self._initial_targets(len(modules), scale)
         for rows, outputs in base_layer.advance_and_observe(base_states, attentions):
             for target, output in zip(targets, outputs, strict=True):
                 target[rows] += output.to(target.device)
@@ -108,6 +108,7 @@ class Calibrator:
             converted_layer.set_tensors(tensors)
             if number + 1 < len(modules):
                 base_layer.set_tensors(pair.repeated_tensors(module, tensors))
+                # Without a scale, a change of one output does not make up for one of another.
                 if scale is not None:
                     self._hand_on_errors(task, targets[number + 1])
 
@@ -118,13 +119,15 @@ class Calibrator:
         return results
 
     def _converted_tensors(self, result: FittedModule) -> dict[str, Tensor]:
-        """All tensors of a fitted module, by stored name."""
+        """All tensors of a fitted module, by stored name: those that were trained, and merged
+        ones where none were (biases that `refined` leaves, or all).
+        """
         merged = self.pair.merged_tensors(result.module, result.maps)
         return {**merged, **result.trained_tensors}
 
     # ------------------------------------------------------------------------------- targets
 
-    def _lost_so_far(self, n_modules: int, scale: float | None) -> list[Tensor]:
+    def _initial_targets(self, n_modules: int, scale: float | None) -> list[Tensor]:
         """Targets (N, T, D) of a layer's modules before the base model's outputs are added.
 
         The first module also corrects the drift: what earlier layers lost of the hidden states. It
@@ -148,11 +151,12 @@ class Calibrator:
 
     def _scale_of(self, base_layer: Layer, attentions: list[Attention]) -> float | None:
         """The factor with which the layer adds attention to the residual stream; None if it does
-        not simply add it (`residual_scale`).
+        not simply add it (`adds_attention`).
         """
-        config = self.pair.plan.config.text_config
-        multiplier = float(getattr(config, "residual_multiplier", None) or 1.0)
-        return residual_scale(base_layer, attentions, self.calibration_states.base, multiplier)
+        config = self.pair.config.text_config
+        scale = float(getattr(config, "residual_multiplier", None) or 1.0)
+        is_added = adds_attention(base_layer, attentions, self.calibration_states.base, scale)
+        return scale if is_added else None
 
     # --------------------------------------------------------------------------------- other
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.finished_layers import FinishedLayers, maps_tensors
@@ -39,6 +38,8 @@ def calibrate_model(
     Returns:
         The quality of both models on held-out text; None if it is not measured.
     """
+    # Not `options.check`: a continued run must hold out what the stopped one did, also if this one
+    # does not check its result.
     heldout_tokens = CHECKED_TOKENS if finished.holds_out else 0
     reader = CalibrationReader(options.text, plan.checkpoint, options.device, watcher)
     inputs, heldout = reader.inputs(heldout_tokens)
@@ -47,20 +48,20 @@ def calibrate_model(
 
     state = finished.state()
     check = None
-    if options.check and heldout is not None and _has_head(plan, pair):
+    if options.check and heldout is not None and _has_head(pair):
         check = _quality_check(pair, heldout, finished, state, watcher)
 
     if finished.count:
         pair.restore(state)
         watcher.note(
-            f"continues   after layer {finished.count} of {calibrator.layers}, where a run was "
+            f"continues   after layer {finished.count} of {calibrator.n_layers}, where a run was "
             "stopped"
         )
 
     trains = "training" in plan.method.settings
     stage = "calibrating and refining" if trains else "calibrating"
-    watcher.stage(stage, calibrator.layers, "layer", finished.count)
-    for layer in range(finished.count, calibrator.layers):
+    watcher.stage(stage, calibrator.n_layers, "layer", finished.count)
+    for layer in range(finished.count, calibrator.n_layers):
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)
         finished.add_layer(_tensors(results), pair.state(), error)
@@ -94,9 +95,9 @@ def _quality_check(
     return None
 
 
-def _has_head(plan: Plan, pair: ModelPair) -> bool:
+def _has_head(pair: ModelPair) -> bool:
     """Whether the model predicts tokens."""
-    if not predicts_tokens(transformers_config(plan.new_config)):
+    if not predicts_tokens(pair.converted_model.model.config):
         return False
     return pair.base_model.model.get_output_embeddings() is not None
 

@@ -147,9 +147,12 @@ class CalibrationText:
     def tokens_by_source(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
         """The sources with their numbers of tokens, each at least one block.
 
-        `self:TOKENS` states it, `general` beside others has a quarter of `tokens` at most, and the
-        others share the rest equally. Raises RefusedError, which names `tokens_option`, and
-        CorpusError.
+        `self:TOKENS` states it, `general` beside others has a quarter of `tokens`, at most 12,288,
+        and the others share the rest equally. By default (`self,general`, 65,536 tokens, blocks of
+        256) these are 53,248 and 12,288. Of the 208 generated blocks 32 are kept for the quality
+        check (`CHECKED_TOKENS`), so maps are fitted to 224 blocks, 57,344 tokens.
+
+        Raises RefusedError, which names `tokens_option`, and CorpusError.
         """
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
         sharing = [source for source in others if _stated_tokens(source) is None]

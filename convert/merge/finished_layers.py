@@ -31,7 +31,7 @@ _NAMES = {
     "model": "content of the model",
     "device": "--device",
     "content": "content of --data",
-    "dtype": "--precision",
+    "precision": "--precision",
     "text sources": "--data",
     "text tokens": "--tokens",
     "text length": "--context",

@@ -24,7 +24,7 @@ from gqa.core.devices import as_float64, float64_device
 
 # Of longer text only every n-th batch is used to fit keys and values (`fitted_batches`): this many
 # positions, up to twice as many, with padding and validation blocks. More hardly improve them. The
-# refit of W_O uses all tokens.
+# refit of W_O uses all positions that have weight.
 FITTED_TOKENS = 16_384
 # Attention weights (B H T S) up to which the stacked values (width m e) are attended in one call.
 # Above, they are attended in m calls of width e, that of one head, for which torch has fused
@@ -109,7 +109,7 @@ class FitTask:
 def fit_or_average(task: FitTask) -> FittedModule:
     """`fit_module`, or the mean of the heads if it is not known how they can be aligned."""
     if task.pair.symmetry is None:
-        return FittedModule(task.module, task.pair.mean(task.module), error=float("nan"))
+        return FittedModule(task.module, task.pair.mean_maps(task.module), error=float("nan"))
     return fit_module(task)
 
 
@@ -125,21 +125,18 @@ def fit_module(task: FitTask) -> FittedModule:
     In step 1 each query counts as much as its sensitivity times the weight of its position, and all
     keys and values count alike. In steps 4 and 5 each position counts as much as its weight. The
     validation blocks of `refined` weigh nothing anywhere.
-
-    A variant of this method composes the same steps.
     """
     pair = task.pair
-    plan = pair.plan
     symmetry = pair.symmetry
     assert symmetry is not None
     heads = task.heads
     groups = task.groups
     rotary = rotary_of(task, heads.key_dim)
-    aligns_keys = symmetry.can_align_keys(plan.config.text_config)
-    search = plan.searches(pair.options.grouping)
+    aligns_keys = symmetry.can_align_keys(pair.config.text_config)
+    search = pair.searches_groups
 
-    stored = heads_of(plan.checkpoint, plan.changes_of(task.module))
-    w_o = stored["output"]  # transposed: (H, e, D)
+    # W_O by query heads, transposed: (H, e, D).
+    w_o = heads_of(pair.checkpoint, pair.changes_of(task.module))["output"]
     check_finite(task.module.layer, w_o)
 
     # 1. Second moments. For a search they are measured of all heads as one group, because those of
@@ -151,22 +148,22 @@ def fit_module(task: FitTask) -> FittedModule:
     order = None
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, aligns_keys)
-        moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
+        moments = moments.regrouped(order, groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
 
     # 3. The shared keys. Those that pass a norm before the scores are averaged.
-    keys = moments.shared_keys(rotary) if aligns_keys else []
+    keys = moments.shared_keys(rotary) if aligns_keys else None
 
-    # 4. The shared values, under the attention of the merged keys: the converted module gets these,
-    # and placeholders for values.
-    task.apply(head_maps(heads, groups, keys=keys, values=[], order=order))
+    # 4. The shared values, under the attention of the merged keys: the converted module gets these
+    # keys, and placeholders for values.
+    task.apply(head_maps(heads, groups, keys=keys, values=None, order=order))
     attended = attended_moments(task, order)  # (H, m e, m e)
     w_o = w_o.to(attended.device).double()
     values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
 
-    # 5. W_O, on the outputs of the merged heads. What it is multiplied with comes after these, so
-    # the converted module does not need it yet.
+    # 5. W_O, on the outputs of the merged heads. They are what enters it, so the converted module
+    # does not need its own W_O yet.
     merged = head_maps(heads, groups, keys=keys, values=values, order=order)
     task.apply(replace(merged, output=None))
     return refit_output(task, merged, w_o.flatten(0, 1))
@@ -177,7 +174,7 @@ def rotary_of(task: FitTask, key_dim: int) -> Rotary:
     symmetry = task.pair.symmetry
     assert symmetry is not None
     length = task.inputs.hidden.shape[1]  # dynamic RoPE depends on it
-    rotary = symmetry.rotary(task.pair.plan.config.text_config, task.module.layer, key_dim, length)
+    rotary = symmetry.rotary(task.pair.config.text_config, task.module.layer, key_dim, length)
     return unrotated(rotary) if task.module.kind == "cross" else rotary
 
 
@@ -204,10 +201,10 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
             k,
             v,
             capture.mask,
-            scaling=capture.options.get("scaling") or q.shape[-1] ** -0.5,
+            scaling=capture.call_options.get("scaling") or q.shape[-1] ** -0.5,
             roots=roots,
             weights=weights,
-            bias=capture.options.get("position_bias"),
+            bias=capture.call_options.get("position_bias"),
             causal=getattr(task.base_attention.module, "is_causal", True),
         )
         # The validation blocks of `refined` have no weight, and must not count for keys either.
@@ -243,7 +240,7 @@ def attended_moments(task: FitTask, order: tuple[int, ...] | None) -> Tensor:
             q,
             k,
             mask=capture.mask,
-            **capture.options,
+            **capture.call_options,
         )
         few_scores = q[..., 0].numel() * k.shape[2] <= MAX_SCORES
         part_width = width if few_scores else heads.value_dim
@@ -253,6 +250,7 @@ def attended_moments(task: FitTask, order: tuple[int, ...] | None) -> Tensor:
         weight_roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
         add_products(moments, (attended * weight_roots).flatten(0, 1).transpose(0, 1))
 
+    # Positions without weight are counted too: a common factor of all moments changes no map.
     positions = sum(task.position_weights[rows].numel() for rows in task.fitted_batches())
     return moments / positions
 

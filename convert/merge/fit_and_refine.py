@@ -16,6 +16,7 @@ def fit_and_refine(task: FitTask) -> FittedModule:
     """The maps in closed form, and the trained weights of the module, which take their place."""
     # Training chooses its best step on validation blocks. The closed form must not see them either
     # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
+    # Training gets the weights of all blocks, and splits these in the same way.
     settings = task.pair.options.refinement
     fit_position_weights = without_validation(task.position_weights, settings)
     fitted = fit_or_average(replace(task, position_weights=fit_position_weights))
@@ -30,8 +31,8 @@ def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
     """
     pair = task.pair
     attention = task.converted_attention
-    names = pair.trainable(attention, task.module)
-    start = {name: attention.module.get_parameter(name).detach() for name in names}
+    full_names = pair.trainable(attention, task.module)
+    start = {name: attention.module.get_parameter(name).detach() for name in full_names}
 
     def arguments(rows: Tensor) -> Arguments:
         return attention.capture_blocks(task.inputs, rows, "arguments").arguments
@@ -46,5 +47,5 @@ def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
             pair.options.refinement,
         )
 
-    by_full_name = {names[name]: tensor for name, tensor in trained.weights.items()}
-    return replace(fitted, trained_tensors=pair.stored(by_full_name), error=trained.error)
+    by_full_name = {full_names[name]: tensor for name, tensor in trained.weights.items()}
+    return replace(fitted, trained_tensors=pair.by_stored_name(by_full_name), error=trained.error)

@@ -57,7 +57,7 @@ class Capture:
 
     arguments: Arguments of the call of the attention module.
     heads: Queries (B, H, T, d), keys (B, Hk, S, d) and values (B, Hk, S, e), with the `mask` and
-        the `options` of that call.
+        the `call_options` (scaling, position bias, ...) with which attention is computed.
     head_outputs: (B, T, H e), the input of W_O.
     attention_output: (B, T, D).
     """
@@ -66,7 +66,7 @@ class Capture:
     arguments: Arguments = field(init=False)
     heads: tuple[Tensor, Tensor, Tensor] = field(init=False)
     mask: Any = field(init=False)
-    options: dict[str, Any] = field(init=False)
+    call_options: dict[str, Any] = field(init=False)
     head_outputs: Tensor = field(init=False)
     attention_output: Tensor = field(init=False)
 
@@ -179,7 +179,7 @@ class Attention:
 
         def observe_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> None:
             capture.mask = mask
-            capture.options = options
+            capture.call_options = options
             store("heads", (q, k, v))
 
         registered = [
@@ -212,16 +212,14 @@ class Attention:
         return capture
 
 
-def residual_scale(
-    layer: Layer, attentions: Sequence[Attention], stream: Stream, multiplier: float
-) -> float | None:
-    """Scale s with which a layer adds attention to its input: h + s * attention(h).
+def adds_attention(
+    layer: Layer, attentions: Sequence[Attention], stream: Stream, scale: float
+) -> bool:
+    """Whether a layer simply adds attention to its input, with this scale s: h + s * attention(h).
 
-    None if a change x of h and a change x / s of attention's output have different effects: if the
-    output is transformed before it is added, as by a norm after it, or if an MLP beside attention
-    reads h. The targets of such layers are without the drift.
-
-    multiplier: The scale to test, from the model's config.
+    If it does, a change x of h and a change x / s of attention's output have the same effect. They
+    have not if the output is transformed before it is added, as by a norm after it, or if an MLP
+    beside attention reads h. The targets of such layers are without the drift.
     """
     rows = stream.batches()[0][:1]
     arguments = stream.arguments(rows)[layer.index]
@@ -242,17 +240,15 @@ def residual_scale(
         with hooks(one.module.register_forward_hook(replace_output) for one in attentions):
             return layer.run_with(states, arguments)
 
-    # Each of the modules returns this, so each carries its share of the change.
-    carrying = attended + change / (multiplier * len(attentions))
+    # All modules are made to return this one tensor, so the change is divided among them.
+    carrying = attended + change / (scale * len(attentions))
     expected = run(hidden + change, attended)
     output = run(hidden, carrying)
     check_finite(layer.index, expected, output)
 
     relative = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
     tolerance = relative * float(expected.abs().max())
-    if not torch.allclose(expected, output, rtol=0, atol=tolerance):
-        return None
-    return multiplier
+    return torch.allclose(expected, output, rtol=0, atol=tolerance)
 
 
 @contextmanager
@@ -293,9 +289,11 @@ def check_finite(layer: int, *tensors: Tensor) -> None:
     for tensor in tensors:
         extremes = torch.stack(tensor.aminmax())  # which propagates NaN
         if not bool(extremes.isfinite().all()):
+            advice = "download the checkpoint again"
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                advice = f"pass --precision float32, or {advice}"
             raise RefusedError(
-                f"layer {layer} computes NaN or Inf on the calibration text; pass --precision "
-                "float32, or download the checkpoint again"
+                f"layer {layer} computes NaN or Inf on the calibration text; {advice}"
             )
 
 

@@ -267,7 +267,8 @@ class LayerRunner:
         head = self.model.get_output_embeddings()
         if head is None:
             raise RefusedError(
-                f"{type(self.model).__name__} gives no logits; pass a checkpoint with its head"
+                f"{type(self.model).__name__} returns no logits; pass a checkpoint that has "
+                "its language-model head"
             )
         path = next(path for path, module in self.model.named_modules() if module is head)
         empty = [f"{path}.{name}" for name, weight in head.named_parameters() if weight.is_meta]

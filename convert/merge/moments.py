@@ -39,7 +39,10 @@ def heads_of(checkpoint: Checkpoint, changes: Iterable[Change]) -> dict[str, Ten
 
 
 class MomentSums:
-    """Sums over batches of text, from which `averaged` makes `Moments`."""
+    """Sums over batches of text, from which `averaged` makes `Moments`.
+
+    `_sums` has the form of `Moments`, but its tensors are sums.
+    """
 
     def __init__(
         self, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu"
@@ -121,8 +124,8 @@ class Moments:
         key_means: (G, m d), their means.
         queries: (Hk, d, d), of the query heads of each KV head.
         values: (G, m e, m e), of the stacked values of each group.
-        distances: (Hk, n), how much scores of the queries of each KV head with the key 0, 1, ...
-            tokens before count; n is 0 if that was not measured.
+        distances: (Hk, n), the weight of the scores at distance 0, 1, ... (positions between query
+            and key), for the queries of each KV head; n is 0 if that was not measured.
     """
 
     keys: Tensor
@@ -140,8 +143,11 @@ class Moments:
             self.distances.cpu(),
         )
 
-    def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
-        """From the moments of one group, those of `groups` groups of heads in this order."""
+    def regrouped(self, order: tuple[int, ...] | None, groups: int) -> Moments:
+        """From the moments of one group, those of `groups` groups of heads in this order; None:
+        neighbors.
+        """
+        order = order or tuple(range(len(self.queries)))
         heads = torch.tensor(order).view(groups, -1)
 
         def blocks(matrix: Tensor) -> Tensor:
@@ -188,25 +194,30 @@ class Moments:
 def head_maps(
     heads: LayerHeads,
     groups: int,
-    keys: Sequence[GroupMaps],
-    values: Sequence[GroupMaps],
+    keys: Sequence[GroupMaps] | None,
+    values: Sequence[GroupMaps] | None,
     order: tuple[int, ...] | None = None,
 ) -> HeadMaps:
     """The maps of a module from those of its groups.
 
-    Without `keys`, keys are averaged. Without `values`, each group has the values of its first
-    head, a placeholder for a module of which only the attention is wanted.
+    Args:
+        heads: Of the base model's module.
+        groups: G.
+        keys: Of each group; None: keys are averaged.
+        values: Of each group; None: the values of its first head, a placeholder for a module of
+            which only the attention is wanted.
+        order: The order of heads in which consecutive ones are a group; None: as they are.
     """
     key = mean_maps(heads.kv, groups).key
     query = None
-    if keys:
+    if keys is not None:
         key = torch.stack([shared.merge for shared in keys]).cpu()
         backs = [shared.back.repeat_interleave(heads.queries_per_kv, 0) for shared in keys]
         query = torch.cat(backs).cpu()
 
     value = first_maps(heads.kv, groups).value
     output = None
-    if values:
+    if values is not None:
         value = torch.stack([shared.merge for shared in values]).cpu()
         maps_back = torch.cat([shared.back for shared in values])  # one for each head
         output = torch.block_diag(*maps_back).cpu()

@@ -15,10 +15,10 @@ class Refinement:
 
     Attributes:
         steps: Steps for each attention module.
-        blocks_per_step: Blocks of a step. Records call it `batch`.
+        blocks_per_step: Blocks of a step.
         learning_rate: Relative to the size of each tensor; it falls linearly to zero.
         validation: The share of the blocks that is not trained on; their error selects the best
-            step. Records call it `heldout`.
+            step.
         autocast: Whether to multiply in bfloat16; None: if the device does so natively.
         seed: Of the choice of blocks.
     """
@@ -40,9 +40,9 @@ class MapsOptions:
         grouping: `contiguous`; `auto` searches for the groups with the least loss.
         ridge: How many tokens of text the base model's W_O counts as in the refit of W_O.
         refinement: The training of `refined`.
-        dtype: In which layers run.
+        precision: The dtype in which layers run.
         device: On which they run.
-        most_blocks: The most blocks that go through a layer at a time. Records call it `batch`.
+        most_blocks: The most blocks that go through a layer at a time.
         check: Whether to compare both models on held-out text.
     """
 
@@ -50,7 +50,7 @@ class MapsOptions:
     grouping: str = "auto"
     ridge: float = 2_000.0
     refinement: Refinement = field(default_factory=Refinement)
-    dtype: str = "float32"
+    precision: str = "float32"
     device: str = "cpu"
     most_blocks: int = 8
     check: bool = False

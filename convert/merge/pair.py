@@ -38,19 +38,28 @@ class StreamPair:
 class ModelPair:
     """The base model and the converted model of a plan, one decoder layer at a time.
 
-    symmetry: How heads can be changed; None if it is not known.
-    texts: All texts that advance with every layer.
+    Attributes:
+        checkpoint: The base model's, which both models read.
+        config: The base model's config.
+        options: How maps are computed.
+        searches_groups: Whether to search for the groups with the least loss.
+        symmetry: How heads can be changed; None if it is not known.
+        texts: All texts that advance with every layer.
     """
 
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
-        self.plan = plan
+        self.checkpoint = plan.checkpoint
+        self.config = plan.config
         self.options = options
+        self.searches_groups = plan.searches(options.grouping)
+        self.symmetry: Symmetry | None = None
+        if isinstance(plan.config.symmetry, Symmetry):
+            self.symmetry = plan.config.symmetry
         self.texts: list[StreamPair] = []
 
-        config = plan.config
-        base_config = transformers_config(config.raw)
-        self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
+        base_config = transformers_config(plan.config.raw)
         self._modules = _decoder_modules(plan, base_config.is_encoder_decoder)
+        self._changes = plan.changes
         output_name = self.symmetry.output if self.symmetry else None
 
         def runner(model_config: Any, stored_names: Iterable[str]) -> LayerRunner:
@@ -61,7 +70,7 @@ class ModelPair:
                 self._modules[0].path,
                 stored_names,
                 output_name=output_name,
-                dtype=getattr(torch, options.dtype),
+                dtype=getattr(torch, options.precision),
                 device=options.device,
             )
 
@@ -70,7 +79,7 @@ class ModelPair:
         self.converted_model = runner(transformers_config(plan.new_config), converted_names)
 
     @property
-    def layers(self) -> int:
+    def n_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.base_model.layers)
 
@@ -81,21 +90,25 @@ class ModelPair:
         modules = [
             module
             for module in self._modules
-            if module.layer == layer and module.path in self.plan.changes
+            if module.layer == layer and module.path in self._changes
         ]
         kinds = {module.kind for module in modules}
         if len(kinds) < len(modules):
             raise layerwise_error(
-                self.plan.checkpoint.name,
+                self.checkpoint.name,
                 f"layer {layer} has several attention modules of one kind",
             )
         return modules
 
+    def changes_of(self, module: AttentionModule) -> tuple[Change, ...]:
+        """How the stored tensors of a module change whose heads are merged."""
+        return self._changes[module.path]
+
     def change_of(self, module: AttentionModule) -> Change:
         """Any of the module's changes, for its heads and groups, which all of them share."""
-        return self.plan.changes_of(module)[0]
+        return self.changes_of(module)[0]
 
-    def mean(self, module: AttentionModule) -> HeadMaps:
+    def mean_maps(self, module: AttentionModule) -> HeadMaps:
         """Maps of the method `mean`."""
         change = self.change_of(module)
         return mean_maps(change.heads.kv, change.groups)
@@ -113,15 +126,15 @@ class ModelPair:
             missing |= self._changed_names(module)
         layer = self.converted_model.load(index, missing=missing)
         for module in modules[1:]:
-            layer.set_tensors(self.merged_tensors(module, self.mean(module)))
+            layer.set_tensors(self.merged_tensors(module, self.mean_maps(module)))
         return layer
 
     def merged_tensors(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
         """The converted model's tensors of a module, by stored name."""
-        read = self.plan.checkpoint.read
+        read = self.checkpoint.read
         return {
             change.source.name: change.mapped(read(change.source).float(), maps.merge)
-            for change in self.plan.changes_of(module)
+            for change in self.changes_of(module)
         }
 
     def repeated_tensors(
@@ -130,7 +143,7 @@ class ModelPair:
         """Converted tensors of a module in the base model's shapes, with repeated KV heads."""
         return {
             change.source.name: change.repeated(converted[change.source.name])
-            for change in self.plan.changes_of(module)
+            for change in self.changes_of(module)
         }
 
     def trainable(self, attention: Attention, module: AttentionModule) -> dict[str, str]:
@@ -149,9 +162,9 @@ class ModelPair:
 
     def _changed_names(self, module: AttentionModule) -> set[str]:
         """The stored names of a module's tensors that change."""
-        return {change.source.name for change in self.plan.changes_of(module)}
+        return {change.source.name for change in self.changes_of(module)}
 
-    def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def by_stored_name(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model, by full name -> stored tensors, by stored name."""
         stored_names = {into: name for name, into in self.converted_model.names.unconverted.items()}
         stored: dict[str, Tensor] = {}
@@ -169,15 +182,18 @@ class ModelPair:
 
     def add_text(self, inputs: Inputs) -> StreamPair:
         """Hidden states of a text before the first layer, which advance with every layer."""
-        base = self.first_stream(inputs)
+        base = self.states_before_layers(inputs)
         text = StreamPair(base, base.clone())
         self.texts.append(text)
         self.base_model.streams.append(text.base)
         self.converted_model.streams.append(text.converted)
         return text
 
-    def first_stream(self, inputs: Inputs, copies: int = STREAM_COPIES) -> Stream:
-        """`first_stream` of the base model. copies: Hidden states of this text at the same time."""
+    def states_before_layers(self, inputs: Inputs, copies: int = STREAM_COPIES) -> Stream:
+        """Hidden states of a text before the first layer, the same in both models.
+
+        copies: How many hidden states of this text there will be at the same time.
+        """
         return first_stream(self.base_model, inputs, self.options.blocks_at_once, copies)
 
     def state(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from gqa.convert.merge.options import TOKENS_AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
 from gqa.core.devices import fast_dtype, native_bfloat16
 
-_CHECKS = 8  # measurements of the validation error in a run, at least; fewer in fewer steps
+_CHECKS = 8  # the validation error is measured every steps // _CHECKS steps, and after the last
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,13 @@ def refine(
         The parameters after the best step, float32.
     """
     device = next(iter(start.values())).device
-    blocks_at_once = max(1, TOKENS_AT_ONCE // targets.shape[1])
+    blocks_per_pass = max(1, TOKENS_AT_ONCE // targets.shape[1])
     autocast = settings.autocast
     if autocast is None:
         autocast = native_bfloat16(str(device))
 
-    generator = torch.Generator().manual_seed(settings.seed)  # it draws the batches next
+    # With the seed of `without_validation`, so the split is the same; then it draws the batches.
+    generator = torch.Generator().manual_seed(settings.seed)
     validation, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
@@ -117,7 +118,7 @@ def refine(
 
         The loss is relative to the energy of all blocks, so that steps are comparable.
         """
-        for rows_at_once in rows.split(blocks_at_once):
+        for rows_at_once in rows.split(blocks_per_pass):
             args, kwargs = arguments(rows_at_once)
             hidden_states = args[0] if args else kwargs["hidden_states"]
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gqa.convert.merge.linear_algebra import typical_energy
 
-# Energy of a hidden state relative to the typical one; of trained tokens it is 0.5 and more.
+# The lowest energy of a hidden state, relative to the typical one, that counts as it is. Trained
+# tokens have 0.5 or more.
 LEAST_ENERGY = 0.1
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
 SCORES_AT_ONCE = 1 << 25  # scores of queries with keys that are computed at a time
@@ -83,10 +84,10 @@ def query_sensitivity(
     blocks, n_heads, length, _ = q.shape
     n_keys = k.shape[2]
     repeat = n_heads // k.shape[1]
-    rows = max(1, SCORES_AT_ONCE // (blocks * n_keys))
+    queries_at_once = max(1, SCORES_AT_ONCE // (blocks * n_keys))
     if mask is None and causal:
-        rows = min(rows, -(-length // _CAUSAL_PARTS))
-    heads_at_once = _heads_at_once(blocks * rows * n_keys, q.device)
+        queries_at_once = min(queries_at_once, -(-length // _CAUSAL_PARTS))
+    heads_at_once = _heads_at_once(blocks * queries_at_once * n_keys, q.device)
 
     sensitivity = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     distance_weights = torch.zeros(n_heads, length, device=q.device)
@@ -100,8 +101,8 @@ def query_sensitivity(
         squares = written.square().sum(-1)
         block_weights = weights.repeat_interleave(len(heads), 0)  # (n, T)
 
-        for first in range(0, length, rows):
-            part = slice(first, min(first + rows, length))
+        for first in range(0, length, queries_at_once):
+            part = slice(first, min(first + queries_at_once, length))
             n_visible = n_keys  # keys that these queries can see
             if mask is None and causal:
                 n_visible = min(part.stop, n_visible)
@@ -109,9 +110,9 @@ def query_sensitivity(
             scores = queries[:, part] @ keys[:, :n_visible].mT  # (n, t, S)
             by_head = scores.unflatten(0, (blocks, len(heads)))  # the same memory
             if bias is not None:
-                by_head += _of(bias, heads, part)[..., :n_visible]
+                by_head += _for_queries(bias, heads, part)[..., :n_visible]
             if mask is not None:
-                _hide_by_mask(by_head, _of(mask, heads, part))
+                _hide_by_mask(by_head, _for_queries(mask, heads, part))
             elif causal:
                 future = torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
                 scores[..., first:] += future
@@ -181,11 +182,13 @@ def _sums_by_distance(terms: Tensor, stop: int) -> Tensor:
     return diagonals.sum(1).flip(1)
 
 
-def _of(mask: Tensor, heads: Tensor, rows: slice) -> Tensor:
-    """Rows (1 or B, 1 or h, t, S) of a mask or bias (1 or B, 1 or H, T, S) for queries of heads."""
+def _for_queries(mask: Tensor, heads: Tensor, queries: slice) -> Tensor:
+    """The part (1 or B, 1 or h, t, S) of a mask or bias (1 or B, 1 or H, T, S) for queries of some
+    heads.
+    """
     if mask.shape[1] > 1:
         mask = mask[:, heads]
-    return mask[:, :, rows]
+    return mask[:, :, queries]
 
 
 def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:

@@ -71,8 +71,10 @@ def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tenso
     energy = (outputs * crossed.take_along_dim(head_dims[:, None], 2)).sum()
     restore = _restoring_maps(merge, attended, crossed)
 
-    # `move` is the preconditioned gradient of `merge` for the present maps back. Along it the loss
-    # is quadratic: the step is slope / curvature, and gains slope^2 / curvature.
+    # `move` is the gradient of `merge` for the present maps back, divided by the curvature that the
+    # loss would have if all query heads attended alike (`inverse @ inverse` inverts the mean of
+    # `attended`). Along it the loss is quadratic: the step is slope / curvature, and gains
+    # slope^2 / curvature.
     sweeps = _SWEEPS if len(attended) > 1 else 0
     for _ in range(sweeps):
         gains = restore.mT @ outputs @ restore

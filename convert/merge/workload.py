@@ -31,8 +31,9 @@ _CALIBRATION_PASSES = 4.0
 _SAMPLING_PASSES = 2.0
 _SAMPLING_PASSES_BFLOAT16 = 1.0
 _PASSES_PER_STEP = 3.0  # forward passes that a training step takes as long as
-# Hidden states of the text in both models, targets, and half as much while they are computed
-_STREAM_COPIES = 3.5
+# Hidden states of the text in both models, targets, and half as much while they are computed: an
+# average. What a GPU must have room for is STREAM_COPIES of streams.py.
+_AVERAGE_STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _MODULE_COPIES = 4  # of attention's parameters, in float64
@@ -173,7 +174,7 @@ def _attention_operations(sizes: _Sizes, tokens: float, length: int) -> float:
 
 def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int:
     """Numbers in memory: hidden states of the text, a layer of both models, and second moments."""
-    hidden = int(_STREAM_COPIES * options.text.total_tokens * sizes.width)
+    hidden = int(_AVERAGE_STREAM_COPIES * options.text.total_tokens * sizes.width)
     layers = 2 * (sizes.layer_parameters + sizes.embeddings)
     moments = sizes.moments if plan.searches(options.grouping) else 0
     return hidden + layers + moments

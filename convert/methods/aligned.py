@@ -27,7 +27,7 @@ class Aligned(WeightsMethod):
         from gqa.convert.merge.moments import head_maps
 
         moments = module.moments
-        keys = moments.shared_keys(module.rotary) if module.aligns_keys else []
+        keys = moments.shared_keys(module.rotary) if module.aligns_keys else None
         attended = (group[None] for group in moments.values)  # alike by all query heads of a group
         values = moments.shared_values(attended, module.heads_by_role["output"])
         return head_maps(module.heads, module.groups, keys, values)

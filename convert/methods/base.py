@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gqa.convert.head_maps import HeadMaps, mean_maps
+from gqa.core.errors import layerwise_error
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -68,7 +69,7 @@ class Method:
         if "layers" in self.needs:
             reason = _why_not_layerwise(checkpoint, config)
             if reason:
-                return f"{model} cannot be run layer by layer: {reason}"
+                return str(layerwise_error(model, reason))
 
         if "symmetry" in self.needs and isinstance(config.symmetry, str):
             return f"--method {self.name} cannot align the heads of {model}: {config.symmetry}"

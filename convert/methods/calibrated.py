@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 class Calibrated(TextMethod):
     """Shared keys and values in closed form on real inputs of the layer, and a refit of W_O.
 
-    Models whose heads cannot be aligned are refused (`needs`), so the closed form is all there is.
-    `refined` takes them: it starts from the mean there (`fit_or_average`).
+    Models whose heads cannot be aligned are refused (`needs`); `refined` takes them.
     """
 
     name = "calibrated"

@@ -23,9 +23,9 @@ class MapsMethod(Method, ABC):
 
     @abstractmethod
     def find_maps(
-        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+        self, plan: Plan, finished: FinishedLayers, options: MapsOptions, watcher: Watcher
     ) -> Mapping[str, Any] | None:
-        """Add the maps of every module to `layers`, which may have the first ones from a run that
+        """Add the maps of every module to `finished`, which may have the first ones from a run that
         was stopped.
 
         Returns:

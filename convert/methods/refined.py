@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from gqa.convert.plan import Plan
 
 
-# Records keep older names, by which readers and stored layers know them.
-_RECORDED_NAMES = {"validation": "heldout", "blocks_per_step": "batch"}
-
-
 class Refined(TextMethod):
     """The closed form, then training; from the mean where heads cannot be aligned."""
 
@@ -39,7 +35,4 @@ class Refined(TextMethod):
         return refinement_workload(plan, options)
 
     def describe_options(self, options: MapsOptions) -> dict[str, Any]:
-        refinement = dict[str, Any]()
-        for name, value in asdict(options.refinement).items():
-            refinement[_RECORDED_NAMES.get(name, name)] = value
-        return super().describe_options(options) | {"refinement": refinement}
+        return super().describe_options(options) | {"refinement": asdict(options.refinement)}

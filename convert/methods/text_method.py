@@ -33,11 +33,11 @@ class TextMethod(MapsMethod):
         """The maps of one attention module, and weights that replace whole tensors, if any."""
 
     def find_maps(
-        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+        self, plan: Plan, finished: FinishedLayers, options: MapsOptions, watcher: Watcher
     ) -> Mapping[str, Any] | None:
         from gqa.convert.merge.calibrate_model import calibrate_model
 
-        return calibrate_model(plan, self.fit, layers, options, watcher)
+        return calibrate_model(plan, self.fit, finished, options, watcher)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:
         from gqa.convert.merge.workload import calibration_workload
@@ -52,13 +52,16 @@ class TextMethod(MapsMethod):
             "text": text | {"tokens": options.text.total_tokens},
             "content": options.text.identify(),
             "ridge": options.ridge,
-            "dtype": options.dtype,
-            "batch": options.most_blocks,
+            "precision": options.precision,
+            "most_blocks": options.most_blocks,
         }
 
     def out_of_memory_message(self, options: MapsOptions) -> str:
+        to_pass = "another --device"
+        if options.precision == "float32":
+            to_pass = f"--precision bfloat16 or {to_pass}"
         return (
             f"out of memory on {options.device} with {options.blocks_at_once} blocks of "
             f"{options.text.length} tokens in a layer at a time; stop other programs on it, "
-            "lower --context, or pass --precision bfloat16 or another --device"
+            f"lower --context, or pass {to_pass}"
         )

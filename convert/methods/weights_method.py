@@ -50,12 +50,12 @@ class WeightsMethod(MapsMethod):
         return weights_workload(plan)
 
     def find_maps(
-        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+        self, plan: Plan, finished: FinishedLayers, options: MapsOptions, watcher: Watcher
     ) -> None:
         from gqa.convert.merge.finished_layers import maps_tensors
 
         watcher.stage(self.name, len(plan.changes), "module")
         search = plan.searches(options.grouping)
         for path, maps in self.maps_by_module(plan, search, options.device):
-            layers.add(maps_tensors([(path, maps)]))
+            finished.add(maps_tensors([(path, maps)]))
             watcher.update(1)

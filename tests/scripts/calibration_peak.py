@@ -38,7 +38,7 @@ def calibrator_of(plan: Plan, blocks: int, length: int) -> Calibrator:
 def calibrate(calibrator: Calibrator, copies: int) -> None:
     """All layers; `copies` of the base model's hidden states are kept after each."""
     kept: list[Tensor] = []
-    for layer in range(calibrator.layers):
+    for layer in range(calibrator.n_layers):
         calibrator.run(layer)
         kept += [calibrator.calibration_states.base.hidden.clone() for _ in range(copies)]
 

@@ -48,7 +48,7 @@ def calibration(
     quality = QualityCheck(calibrator.pair, heldout) if check else None
 
     found: dict[str, Tensor] = {}
-    for layer in range(calibrator.layers):
+    for layer in range(calibrator.n_layers):
         for result in calibrator.run(layer):
             path = result.module.path
             found[f"{path} error"] = torch.tensor(result.error)

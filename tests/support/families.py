@@ -74,7 +74,7 @@ def planned(tiny: Tiny, plan: Plan, attention: str, maps: Any = None) -> PreTrai
     read, stored = plan.checkpoint.read, all_tensors(Path(str(plan.checkpoint.directory)))
     tensors = {tensor.name: stored[tensor.name] for tensor in plan.tensors if not tensor.change}
     writer = ConvertedCheckpoint(plan, maps)
-    for change in {tensor.change for tensor in plan.changed if tensor.change}:
+    for change in {tensor.change for tensor in plan.changed_tensors if tensor.change}:
         tensors[change.source.name] = writer.converted(change, read(change.source))
     return load(tiny, None, attention, config=config(tiny, plan.fewest), state_dict=tensors)
 

@@ -155,7 +155,7 @@ def set_losses(*losses: float) -> None:
     measure = module.measure_and_keep
 
     def measure_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
-        module.heldout_losses = lambda *given: dict.fromkeys(
+        module.validation_losses = lambda *given: dict.fromkeys(
             ("kl", "cross_entropy"), losses[progress.step]
         )
         return measure(setup, model, progress, best)

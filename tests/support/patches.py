@@ -98,9 +98,9 @@ def train_on_few_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("gqa.uptrain.defaults.DEFAULT_TOKENS", 512)
 
 
-def use_heldout_losses(patch: pytest.MonkeyPatch, losses: Iterator[dict[str, float]]) -> None:
+def use_validation_losses(patch: pytest.MonkeyPatch, losses: Iterator[dict[str, float]]) -> None:
     """The measures on held-out text, at the start and after each step, whatever the model is.
 
     A real training does not rise and fall on demand.
     """
-    patch.setattr("gqa.uptrain.evaluation.heldout_losses", lambda *given: next(losses))
+    patch.setattr("gqa.uptrain.evaluation.validation_losses", lambda *given: next(losses))

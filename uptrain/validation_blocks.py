@@ -1,9 +1,10 @@
-"""The held-out blocks of a run, which measure the training.
+"""The validation blocks of a run, which measure the training.
 
-Text that is *held out* is never trained on. It is *named* (--heldout, --heldout-fraction, or the
-held-out modules of stdlib:train), or else *drawn*: the documents with the lowest hashes, until
-there is enough; of the last of them only its end. At most --heldout-tokens of it are *measured*.
-Of generated text the first blocks are held out (text_data.py).
+Validation text is *held out*: it is never trained on. It is *named* (--validation,
+--validation-fraction, or the held-out modules of stdlib:train), or else *drawn*: the documents with
+the lowest hashes, until there is enough; of the last of them only its end. At most
+--validation-tokens of it are *measured*. Of generated text the first blocks are held out
+(text_data.py).
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from gqa.corpus.reading_order import HeldoutDocuments, hold_back
 from gqa.corpus.rows import searched_text
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, tokenize
-from gqa.uptrain.data_sources import heldout_sources
+from gqa.uptrain.data_sources import validation_sources
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
+from gqa.uptrain.overlap import Overlap, find_overlap, validation_texts
+
+ONE_DRAWN_IN = 20  # blocks or pairs: this part of the data is held out at most, if none is named
 
 
 def blocks_of_named_text(
     options: TrainOptions, encoders: Encoders
 ) -> tuple[HeldoutDocuments, list[Block]]:
-    """The documents of the held-out sources, which training skips, and blocks of them.
+    """The documents of the validation sources, which training skips, and blocks of them.
 
     The blocks are spread evenly over the documents. Both are empty if no source is named.
 
     Raises RefusedError and CorpusError.
     """
-    sources = heldout_sources(options)
+    sources = validation_sources(options)
     if not sources:
         return HeldoutDocuments(), []
 
@@ -47,7 +50,7 @@ def blocks_of_named_text(
     if not len(all_blocks):
         raise RefusedError(
             f"the validation text has less than one block of {options.block_size} tokens; pass "
-            "more text with --heldout, or lower --context"
+            "more text with --validation, or lower --context"
         )
     count = min(most_measured_blocks(options), len(all_blocks))
     # Evenly spaced first, then the others in order: some may have no target
@@ -60,7 +63,7 @@ def blocks_of_named_text(
     if not blocks:
         raise RefusedError(
             "no block of the validation text has a token that counts in the loss; pass other text "
-            "with --heldout, or raise --context"
+            "with --validation, or raise --context"
         )
     return heldout, blocks
 
@@ -68,20 +71,25 @@ def blocks_of_named_text(
 def blocks_of_drawn_text(
     options: TrainOptions, text: Documents
 ) -> tuple[HeldoutDocuments, list[Block]]:
-    """The documents with the lowest hashes (`hold_back`), which training skips, and blocks of them.
+    """The documents with the lowest hashes (`hold_back`), which training skips, and blocks of them:
+    a twentieth of the data, and at most --validation-tokens.
 
     Both are empty for data of fewer than 20 blocks.
     """
-    wanted = blocks_to_hold_out(options, text) * options.block_size
-    heldout = HeldoutDocuments(hold_back(text, wanted))
+    n_drawn = min(
+        most_measured_blocks(options),
+        int(text.lengths.sum()) // (ONE_DRAWN_IN * options.block_size),
+    )
+    heldout = HeldoutDocuments(hold_back(text, n_drawn * options.block_size))
 
-    # What is held out of each drawn document, in the order of the data: its tokens from its limit
-    # on, which is 0, but for the last one that was drawn.
+    # The drawn documents in the order of the data, each with the first token that is held out: 0,
+    # but for the document that was drawn last.
     numbers = {bytes(digest): number for number, digest in enumerate(text.digests)}
-    ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
+    drawn = sorted((numbers[digest], first) for digest, first in heldout.limits.items())
     read = text.tokens_with_mask if text.has_masks else text.tokens
-    packed = pack((read(number)[limit:] for number, limit in ends), options.block_size)
+    heldout_tokens = (read(number)[first:] for number, first in drawn)
 
+    packed = pack(heldout_tokens, options.block_size)
     with_targets = (block for block, _ in packed if has_targets(block))
     blocks = list(islice(with_targets, most_measured_blocks(options)))
     if not blocks:  # nothing would be measured by what is held out
@@ -95,20 +103,20 @@ def passages_to_exclude(
     heldout: HeldoutDocuments,
     encoders: Encoders,
 ) -> Exclusion:
-    """Passages of the held-out text, which are cut out of all documents that are trained on.
+    """Passages of the validation text, which are cut out of all documents that are trained on.
 
     Documents that `heldout` skips as a whole need not be searched for them.
     """
     texts: Iterable[str]
-    named = heldout_sources(options)
+    named = validation_sources(options)
     if named:
         rows = chain.from_iterable(source.rows() for source in named)
         texts = map(searched_text, rows)
     else:
-        texts = heldout_texts(sources, heldout, encoders)
+        texts = validation_texts(sources, heldout, encoders)
 
-    whole = frozenset(digest for digest, limit in heldout.limits.items() if not limit)
-    return Exclusion(Passages.of(texts), whole)
+    skipped = frozenset(digest for digest, limit in heldout.limits.items() if not limit)
+    return Exclusion(Passages.of(texts), left_to_reader=skipped)
 
 
 def without_passages(
@@ -117,7 +125,7 @@ def without_passages(
     heldout: HeldoutDocuments,
     encoders: Encoders,
 ) -> tuple[Sequence[Source], Overlap]:
-    """Stored sources without passages of the held-out text, and how much of it they had. They are
+    """Stored sources without passages of the validation text, and how much of it they had. They are
     the same sources if they had none.
     """
     exclusion = passages_to_exclude(options, sources, heldout, encoders)
@@ -134,12 +142,4 @@ def has_targets(block: Block) -> bool:
 
 def most_measured_blocks(options: TrainOptions) -> int:
     """The largest number of blocks that are measured."""
-    return max(1, options.heldout_tokens // options.block_size)
-
-
-def blocks_to_hold_out(options: TrainOptions, data: Documents) -> int:
-    """The number of blocks to hold out: a twentieth of the data, and at most --heldout-tokens.
-
-    Data of fewer than 20 blocks has none.
-    """
-    return min(most_measured_blocks(options), int(data.lengths.sum()) // (20 * options.block_size))
+    return max(1, options.validation_tokens // options.block_size)
