@@ -17,6 +17,9 @@ from gqa.core.option_types import COUNT, SEED, KVHeads, Number, OneOf, Text, tok
 from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option
 from gqa.corpus.specs import is_self, parse_self
 
+# The methods that run text through the model, the best first
+READING_TEXT = tuple(name for name in reversed(METHODS) if METHODS[name].reads == "text")
+
 
 @dataclass(frozen=True)
 class ConvertOptions(Options):
@@ -179,8 +182,8 @@ class ConvertOptions(Options):
     check: bool = option(
         True,
         "Measure the result: compare its perplexity and recall with those of MODEL, on text that "
-        "was not used for calibration. Only for --method refined or calibrated; for other methods, "
-        "the gqa-eval command is printed.",
+        f"was not used for calibration. Only for --method {alternatives(READING_TEXT)}; for other "
+        "methods, the gqa-eval command is printed.",
         setting="text",
         group=OUTPUT,
         repeated=False,

@@ -119,10 +119,6 @@ class Plan:
         """The tensors whose heads are merged or repeated."""
         return [tensor for tensor in self.tensors if tensor.change is not None]
 
-    def changes_of(self, module: AttentionModule) -> tuple[Change, ...]:
-        """Changes of one attention module; none if its number of heads stays."""
-        return self.changes.get(module.path, ())
-
     @property
     def total_bytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)

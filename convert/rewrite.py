@@ -56,7 +56,13 @@ class ConvertedCheckpoint(CheckpointWriter):
             config=json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n",
             not_copied=("README.md", PROVENANCE, UPTRAINING, METRICS),
         )
-        self._plan = plan
+        self._shards = plan.shards
+        self._casts = plan.dtype is not None
+        self._base_config = plan.config
+        self._kv_heads = plan.kv_heads
+        self._merge_without_maps = partial(
+            plan.method.merge_without_maps, config=plan.config, seed=plan.seed
+        )
         self._maps = maps
         self._progress = progress
         self._stop = threading.Event()
@@ -75,7 +81,7 @@ class ConvertedCheckpoint(CheckpointWriter):
         try:
             with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
                 try:
-                    list(pool.map(partial(self._write_shard, directory), self._plan.shards))
+                    list(pool.map(partial(self._write_shard, directory), self._shards))
                 except BaseException:
                     self._stop.set()
                     raise
@@ -148,7 +154,7 @@ class ConvertedCheckpoint(CheckpointWriter):
                 f"{change.source.name} of {self.source.name} contains NaN or Inf; download the "
                 "checkpoint again"
             )
-        rounds_later = self._plan.dtype or not change.rule.projection
+        rounds_later = self._casts or not change.rule.projection
         if rounds_later:
             precise = torch.float64 if change.source.dtype == "F64" else torch.float32
             tensor = tensor.to(precise)
@@ -169,7 +175,7 @@ class ConvertedCheckpoint(CheckpointWriter):
         maps = self._maps.of_module(change.module) if self._maps is not None else None
         if maps is not None:
             return maps.merge
-        return self._plan.method.merge_without_maps(change, self._plan.config, self._plan.seed)
+        return self._merge_without_maps(change)
 
     # --------------------------------------------------------------------------------- verification
 
@@ -205,21 +211,20 @@ class ConvertedCheckpoint(CheckpointWriter):
 
         Raises OutputError: a result that fails is removed by the caller.
         """
-        plan = self._plan
         try:
             written = replace(read_checkpoint(directory), name=self.source.name)
             config = read_config(written.config, written.name)
 
             for layer in range(config.layers):
                 actual = config.heads(layer).kv
-                expected = target_heads(plan.config, layer, plan.kv_heads).kv
+                expected = target_heads(self._base_config, layer, self._kv_heads).kv
                 if actual != expected:
                     raise verification_error(
                         f"layer {layer} has {actual} KV heads instead of {expected}"
                     )
 
             for module in attention_modules(written, config):
-                module_changes(module, config, plan.kv_heads)  # checks shapes against the config
+                module_changes(module, config, self._kv_heads)  # checks shapes against the config
         except RefusedError as error:
             raise verification_error(str(error)) from error
 

@@ -15,7 +15,7 @@ from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.table import METHODS
 from gqa.convert.methods.unmerged import Unmerged
-from gqa.convert.options import ConvertOptions, options_of, refuse_unused
+from gqa.convert.options import READING_TEXT, ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
@@ -173,8 +173,8 @@ class AblateOptions(Options):
     calibration_tokens: int = same_as(
         ConvertOptions,
         "tokens",
-        help="Calibration tokens (--methods calibrated and refined). Sources of --data share them "
-        "equally; general next to others gets a quarter, at most 12,288.",
+        help=f"Calibration tokens (--methods {' and '.join(READING_TEXT)}). Sources of --data "
+        "share them equally; general next to others gets a quarter, at most 12,288.",
         group="Conversion",
     )
     refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")

@@ -63,7 +63,8 @@ def methods_page() -> str:
 
 def test_the_page_of_methods_shows_every_method() -> None:
     """`python tests/test_choice.py` writes the page anew."""
-    assert PAGE.read_text(encoding="utf-8") == methods_page()
+    message = "the page is old: run python tests/test_choice.py"
+    assert PAGE.read_text(encoding="utf-8") == methods_page(), message
 
 
 def tiny(name: str, place: Path) -> Path:

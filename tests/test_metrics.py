@@ -56,7 +56,8 @@ def evaluating_page() -> str:
 
 def test_the_page_shows_every_metric() -> None:
     """`python tests/test_metrics.py` writes the page anew."""
-    assert PAGE.read_text(encoding="utf-8") == evaluating_page()
+    message = "the page is old: run python tests/test_metrics.py"
+    assert PAGE.read_text(encoding="utf-8") == evaluating_page(), message
 
 
 def text_of(tokens: int) -> Text:

@@ -1,4 +1,5 @@
-"""The methods by name, from the one that loses most to the one that loses least.
+"""The methods by name, from the one that loses most to the one that loses least; a control may
+stand anywhere.
 
 The output recommends the last one that a model allows. Imports no torch.
 """
