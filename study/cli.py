@@ -12,10 +12,11 @@ _EPILOG = """\
 COUNT may end in K, M or B: 64K is 64,000.
 
 Examples:
-  gqa-ablate examples/stdlib-mha --data stdlib:train --validation stdlib:heldout \\
-      -o study
-  gqa-ablate examples/stdlib-mha --data stdlib:train --validation stdlib:heldout \\
-      --methods mean,refined --kv-heads 1,2,4 --alphas 0,0.01,0.05 -o study
+  gqa-ablate examples/stdlib-mha --data stdlib:train \\
+      --validation stdlib:heldout -o study
+  gqa-ablate examples/stdlib-mha --data stdlib:train \\
+      --validation stdlib:heldout --methods mean,refined --kv-heads 1,2,4 \\
+      --alphas 0,0.01,0.05 -o study
   gqa-ablate -o study --max-loss-increase 0.048
 
 Documentation: docs/ablations.md in the repository

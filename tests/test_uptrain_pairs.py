@@ -244,7 +244,7 @@ def test_of_pairs_that_the_teacher_writes_each_counts_as_a_block(tmp_path: Path)
     assert data.steps * 2 == 8
     assert data.tokens_until(data.steps) != 32 * 8
     help_text = " ".join(run("--help", program="gqa-uptrain").out.split())
-    assert "A pair that the teacher writes counts as --context tokens." in help_text
+    assert "a generated pair counts as --context tokens." in help_text
 
 
 @pytest.mark.usefixtures("alone")
