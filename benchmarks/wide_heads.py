@@ -283,7 +283,7 @@ def attention_inputs(base: Any, rows: Tensor) -> list[Tensor]:
 
 
 def refine_layers(base: Any, converted: Any, rows: Tensor, steps: int) -> None:
-    """Train each attention module towards the base model's, layer by layer, as `refined` does."""
+    """Train each attention module toward the base model's, layer by layer, as `refined` does."""
     settings = Refinement(steps=steps)
     before = base.model.embed_tokens(rows)
     after = before.clone()

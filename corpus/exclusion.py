@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
     from gqa.corpus.passages import Passages
 
 # Part of the name of what is stored of a search for held-out text. Raise it if passages are found,
-# or left out, in another way, so that nothing older is used.
-SEARCH_VERSION = 1
+# left out, or stored in another way, so that nothing older is used.
+SEARCH_VERSION = 2
 # A pair or a chat is left out if at least this share of its letters is in held-out passages
 _WHOLE_SHARE = 0.5
 

@@ -66,6 +66,7 @@ MODELS = {
     "Llama-2-7b-hf": ("llama", 32, 32),
     "meta-llama/Llama-2-7b-hf": ("llama", 32, 32),
     "Qwen2.5-Coder-0.5B-Instruct": ("llama", 14, 2),
+    "Qwen2.5-Coder-1.5B-Instruct": ("llama", 12, 2),
     "Qwen2.5-7B": ("llama", 28, 4),
     "MERGED": ("llama", 32, 32),
     "SmolLM2-135M-Instruct": ("llama", 9, 3),

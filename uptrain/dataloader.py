@@ -20,7 +20,7 @@ from gqa.corpus.tokens import Block, Ints
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import Overlap
 
-# (stored block, seeds) -> the pair that the model reads
+# Makes a pair that the model reads of a stored block; the numbers seed what is drawn for it.
 MakePair = Callable[[Block, list[int]], Block]
 
 
@@ -28,9 +28,9 @@ MakePair = Callable[[Block, list[int]], Block]
 class Dataloader:
     """Blocks in the order in which they are trained on.
 
-    With B blocks a step, step s trains on blocks s * B to (s + 1) * B after those that are held
-    out. With `options.repeats` half of the blocks repeat passages (`with_repeats` in
-    corpus/blocks.py).
+    With B blocks a step, step s (from 0) trains on blocks s * B to (s + 1) * B - 1, counted from
+    `first_trained_block`. With `options.repeats` half of the blocks repeat passages
+    (`with_repeats` in corpus/blocks.py).
 
     Attributes:
         options: With block and batch decided.
@@ -46,9 +46,10 @@ class Dataloader:
             blocks are read as they are.
         tokens_of_blocks: Tokens of each block that is trained on, in order: entry 0 is block
             `first_trained_block`. None if all blocks have `options.block_size` tokens.
+        data_tokens: Tokens of the data that are not held out; None where that is not counted, as
+            for a stream.
         distinct_tokens: How many of `data_tokens` are trained on; None of a stream, of pairs, and
             of text that is generated.
-        data_tokens: Tokens that are not held out.
         overlap: What the data has in common with the validation text.
     """
 
@@ -61,8 +62,8 @@ class Dataloader:
     first_trained_block: int = 0
     make_pair: MakePair | None = None
     tokens_of_blocks: Ints | None = None
-    distinct_tokens: int | None = None
     data_tokens: int | None = None
+    distinct_tokens: int | None = None
     overlap: Overlap | None = None
 
     def tokens_until(self, step: int) -> int:
@@ -90,8 +91,9 @@ class Dataloader:
     def batches(
         self, first_step: int, rank: int, ranks: int, micro_batch: int
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of one rank for each step from `first_step` on; a rank has every
-        `ranks`th block.
+        """The micro-batches of one rank for each step from `first_step` on.
+
+        Rank r of R has blocks r, r + R, r + 2 R, ... of each step.
         """
         batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
@@ -127,8 +129,9 @@ class Dataloader:
         return self._with_repeats(self._latest_text, number, first=0)
 
     def _with_repeats(self, read: Callable[[int], Ints], number: int, *, first: int) -> Block:
-        """Block `number`, in which passages of blocks from `first` on may be repeated (the function
-        `with_repeats`). `read` returns the tokens of a block.
+        """Block `number`, in which passages of blocks from `first` on may be repeated.
+
+        `read` returns the tokens of a block as it is, without repeats.
         """
         tokens = with_repeats(read, number, self.options.seed, None, first=first)
         return block_of(tokens.astype(np.int64))

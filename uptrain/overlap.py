@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +47,6 @@ class Overlap:
     share: float
     kept_whole: int
     searched_all: bool = True
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> Overlap:
-        """The overlap of which `record` was made."""
-        return cls(
-            record["documents"], record["share"], record["kept_whole"], searched_all=record["whole"]
-        )
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """As it is stored and recorded, JSON-ready. `searched_all` is called `whole` there."""
-        return {
-            "documents": self.documents,
-            "share": self.share,
-            "kept_whole": self.kept_whole,
-            "whole": self.searched_all,
-        }
 
     @property
     def was_found(self) -> bool:
@@ -125,8 +108,8 @@ def find_overlap(
 ) -> Overlap:
     """Look up all documents of the data. The result is stored (`_from_cache`)."""
     key = f"overlap {_key(sources, heldout)} {exclusion.identity}"
-    record = _from_cache(key, lambda: _count_overlap(sources, exclusion, heldout, encoders).record)
-    return Overlap.of(record)
+    values = _from_cache(key, lambda: asdict(_count_overlap(sources, exclusion, heldout, encoders)))
+    return Overlap(**values)
 
 
 def _key(sources: Sequence[Source], heldout: HeldoutDocuments) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gqa.checkpoint.base_model import distills_from_base
@@ -51,7 +51,7 @@ def record_of(run: ReadyRun, progress: TrainingProgress) -> dict[str, Any]:
         "data_summary": data.summary,
         "data_tokens": data.data_tokens,
         "distinct_tokens": data.distinct_tokens,
-        "validation_overlap": data.overlap and data.overlap.record,
+        "validation_overlap": data.overlap and asdict(data.overlap),
         "data_fingerprint": data.fingerprint,
         "ranks": run.accelerator.num_processes,
         "options": recorded_options,

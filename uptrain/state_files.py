@@ -109,11 +109,9 @@ def state_record(
     }
 
 
-# The keys of every record: see `state_record`.
-_PROGRESS = {field.name for field in fields(TrainingProgress)}
-_DESCRIPTION = {"identity", "overwrite", "argv", "directory", "ranks"}  # of `describe_run`
-_HOW_TO_GO_ON = {"batch_size", "stream", "unreadable_text"}
-_KEYS = _PROGRESS | _DESCRIPTION | _HOW_TO_GO_ON
+_DESCRIPTION = ("identity", "overwrite", "argv", "directory", "ranks")  # keys of `describe_run`
+# The keys of every record: those of one that says nothing.
+_KEYS = frozenset(state_record(TrainingProgress(), dict.fromkeys(_DESCRIPTION), batch_size=0))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from gqa.convert.estimate import duration
 from gqa.convert.summary import size
 from gqa.core.errors import plural
 from gqa.uptrain.advice import next_line
-from gqa.uptrain.dry_run import DryRun
+from gqa.uptrain.dry_run import DryRun, TrainingNeeds
 from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.saver import states_kept
@@ -24,7 +24,7 @@ CROSS_ENTROPY = "cross-entropy"
 
 
 def plan_lines(run: OpenedRun) -> list[str]:
-    """The plan of a run for people."""
+    """The plan of a run, in lines for people."""
     output_line = f"output      {run.options.output}"
     if not isinstance(run, ReadyRun):
         return [
@@ -32,14 +32,16 @@ def plan_lines(run: OpenedRun) -> list[str]:
             output_line,
         ]
 
+    model = run.checkpoint.hub_id or run.checkpoint.name
+    trained = run.model.num_parameters(only_trainable=True)
     lines = [
-        _model_line(run),
+        _model_line(model, trained, run.model.num_parameters(), run.options),
         _teacher_line(run.options, run.teacher_text),
         f"data        {', '.join(run.options.data)}: {run.dataloader.summary}",
         _steps_line(run),
         _optimizer_line(run),
         _precision_line(run.options.precision),
-        _validation_line(run),
+        _validation_plan(run),
         output_line,
     ]
     overlap = run.dataloader.overlap
@@ -60,15 +62,14 @@ def plan_lines(run: OpenedRun) -> list[str]:
 
 
 def dry_run_lines(plan: DryRun) -> list[str]:
-    """What a run would train and need, for people."""
+    """What a run would train and need, in lines for people."""
     resolved = plan.resolved
     options = resolved.options
     needs = plan.needs
 
     model = resolved.checkpoint.hub_id or resolved.checkpoint.name
-    trained = f"{needs.trained:,} of {needs.parameters:,} parameters train ({options.train})"
     lines = [
-        f"model       {model}: {trained}",
+        _model_line(model, needs.trained, needs.parameters, options),
         _teacher_line(options, resolved.teacher_text),
         f"data        {', '.join(options.data)}",
     ]
@@ -84,24 +85,40 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     lines.append(_precision_line(plan.precision))
     if plan.time:
         lines.append(f"estimate    {_time_text(plan.time)}")
+    return [
+        *lines,
+        _memory_line(needs, options.optimizer),
+        f"output      {options.output}",
+        _disk_line(needs, states_kept(options)),
+        "dry run     no weights were read, and nothing was written",
+    ]
 
-    parts = [("weights", needs.weights), ("their bfloat16 copies", needs.copies)]
-    parts += [("gradients", needs.gradients), (options.optimizer, needs.optimizer)]
-    parts += [("teacher", needs.teacher)]
-    listed = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
+
+def _memory_line(needs: TrainingNeeds, optimizer: str) -> str:
+    """The memory that a training needs on a GPU, and what takes it."""
+    sizes = {
+        "weights": needs.weights,
+        "their bfloat16 copies": needs.copies,
+        "gradients": needs.gradients,
+        optimizer: needs.optimizer,
+        "teacher": needs.teacher,
+    }
+    parts = ", ".join(f"{name} {size(count)}" for name, count in sizes.items() if count)
+
     activations = "activations come on top"
     if needs.activations is not None:
         activations = f"about {size(needs.activations)} of activations on top"
-    kept = states_kept(options)
-    times = "twice" if kept == 1 else f"{kept + 1} times"
-    lines += [
-        f"memory      {size(needs.memory)} on a GPU ({listed}); {activations}",
-        f"output      {options.output}",
+    return f"memory      {size(needs.memory)} on a GPU ({parts}); {activations}"
+
+
+def _disk_line(needs: TrainingNeeds, kept_states: int) -> str:
+    """The space that a training needs on the disk. A new state is whole before an old one goes."""
+    at_once = kept_states + 1
+    times = "twice" if at_once == 2 else f"{at_once} times"
+    return (
         f"disk        {size(needs.result)} for the result; {size(needs.state)} for a saved state, "
-        f"{times} while the next one is saved",
-        "dry run     no weights were read, and nothing was written",
-    ]
-    return lines
+        f"{times} while the next one is saved"
+    )
 
 
 def dry_run_record(plan: DryRun) -> dict[str, Any]:
@@ -132,22 +149,20 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
     }
 
 
-def _model_line(run: ReadyRun) -> str:
-    parameters = run.model.num_parameters()
-    trained = run.model.num_parameters(only_trainable=True)
-    return (
-        f"model       {run.checkpoint.hub_id or run.checkpoint.name}: "
-        f"{trained:,} of {parameters:,} parameters train ({run.options.train})"
-    )
+def _model_line(model: str, trained: int, parameters: int, options: TrainOptions) -> str:
+    """The model's name, and how many of its parameters train."""
+    return f"model       {model}: {trained:,} of {parameters:,} parameters train ({options.train})"
 
 
 def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
+    """Which model is the teacher, or why there is none."""
     if options.distills:
         return f"teacher     {teacher_text}"
     return f"no teacher  {teacher_text}"
 
 
 def _steps_line(run: ReadyRun) -> str:
+    """The length of the run."""
     data = run.dataloader
     blocks = plural(run.options.blocks_per_step, "block")
     on_average = "" if data.tokens_of_blocks is None else " on average"
@@ -159,6 +174,7 @@ def _steps_line(run: ReadyRun) -> str:
 
 
 def _optimizer_line(run: ReadyRun) -> str:
+    """The optimizer, and how its learning rate goes."""
     options = run.options
     warmup = warmup_steps(options.warmup, options.schedule, run.dataloader.steps)
     return (
@@ -168,6 +184,7 @@ def _optimizer_line(run: ReadyRun) -> str:
 
 
 def _precision_line(precision: str | None) -> str:
+    """In which dtypes the run computes."""
     if precision == "float32":
         return "precision   float32"
     return f"precision   {precision}; weights that train and optimizer in float32"
@@ -191,10 +208,8 @@ def _peak_rate(options: TrainOptions) -> str:
     return f"{options.learning_rate:g}"
 
 
-def _validation_line(run: ReadyRun) -> str:
-    """The line of a plan that says what the validation text is, and by which measure the best
-    weights are chosen.
-    """
+def _validation_plan(run: ReadyRun) -> str:
+    """How long the validation text is, and by which loss on it the weights are chosen."""
     if not run.dataloader.validation_blocks:
         return (
             "validation  none (a stream or short data): the last weights are written; "
@@ -202,39 +217,39 @@ def _validation_line(run: ReadyRun) -> str:
         )
     tokens = run.dataloader.validation_tokens
     return (
-        f"validation  {tokens:,} tokens; the weights with the lowest {_measure(run.options)} "
+        f"validation  {tokens:,} tokens; the weights with the lowest {_loss_in_words(run.options)} "
         "on them are written"
     )
 
 
-def _measure(options: TrainOptions) -> str:
-    """The loss on validation text by which the best step is chosen, in words: it is the loss that
-    training minimizes.
-    """
+def _loss_in_words(options: TrainOptions) -> str:
+    """The loss that training minimizes; on validation text it chooses the best step."""
     return f"{KL_DIVERGENCE} from the teacher" if options.distills else CROSS_ENTROPY
 
 
 def result_lines(run: OpenedRun, progress: TrainingProgress) -> list[str]:
-    """The result for people."""
-    code = " with trust_remote_code=True" if "auto_map" in run.checkpoint.config else ""
+    """The result, in lines for people."""
+    how = ""
+    if "auto_map" in run.checkpoint.config:
+        how = " with trust_remote_code=True"
     return [
-        *_validation_lines(run, progress),
-        f"written     {run.options.output}: verified, loads in transformers{code}",
+        *_validation_result(run, progress),
+        f"written     {run.options.output}: verified, loads in transformers{how}",
         f"next        {next_line(run, progress)}",
     ]
 
 
-def _validation_lines(run: OpenedRun, progress: TrainingProgress) -> list[str]:
-    """The losses on validation text before and after; empty if there is none."""
+def _validation_result(run: OpenedRun, progress: TrainingProgress) -> list[str]:
+    """The losses on validation text before and after the training; empty without such text."""
     before = progress.first_validation
     after = progress.lowest_validation
     if not (before and after):
         return []
 
-    measure = _measure(run.options)
-    chosen = run.options.objective
+    loss = _loss_in_words(run.options)
+    name = run.options.objective
     lines = [
-        f"validation  {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "
+        f"validation  {loss} {before[name]:.4f} -> {after[name]:.4f} "
         f"nats per token (lowest: step {progress.best_step:,})"
     ]
     if run.options.distills:
@@ -244,7 +259,7 @@ def _validation_lines(run: OpenedRun, progress: TrainingProgress) -> list[str]:
         )
     if progress.is_unchanged:
         lines.append(
-            f"unchanged   no step lowered the {measure}: the weights are "
+            f"unchanged   no step lowered the {loss}: the weights are "
             f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
             f"{_peak_rate(run.options)}), or more tokens"
         )

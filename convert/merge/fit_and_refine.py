@@ -14,24 +14,25 @@ from gqa.convert.merge.refine import refine, without_validation
 
 def fit_and_refine(task: FitTask) -> FittedModule:
     """The maps in closed form, and the trained weights of the module, which take their place."""
-    # Training chooses its best step on validation blocks. The closed form must not see them either
-    # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
-    # Training gets the weights of all blocks, and splits these in the same way.
+    # Training chooses its best step on validation blocks, and splits the blocks itself. The closed
+    # form must not see these blocks either: training could hardly improve on a start that is fitted
+    # to them. So here they weigh nothing.
     settings = task.pair.options.refinement
-    fit_position_weights = without_validation(task.position_weights, settings)
-    fitted = fit_or_average(replace(task, position_weights=fit_position_weights))
+    weights_without_validation = without_validation(task.position_weights, settings)
+    fitted = fit_or_average(replace(task, position_weights=weights_without_validation))
 
     task.apply(fitted.maps)
     return _train(task, fitted)
 
 
 def _train(task: FitTask, fitted: FittedModule) -> FittedModule:
-    """Train the converted module, which has the merged heads of `fitted`, towards its targets;
-    return `fitted` with the trained weights and their error.
+    """Train the converted module, which has the merged heads of `fitted`, toward its targets.
+
+    Returns `fitted` with the trained weights and their error.
     """
     pair = task.pair
     attention = task.converted_attention
-    full_names = pair.trainable(attention, task.module)
+    full_names = pair.trainable(attention, task.module)  # name in the module -> name in the model
     start = {name: attention.module.get_parameter(name).detach() for name in full_names}
 
     def arguments(rows: Tensor) -> Arguments:

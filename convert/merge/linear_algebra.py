@@ -109,7 +109,7 @@ def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> N
 
 
 def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float, block: int) -> Tensor:
-    """Ridge regression towards `start`: W (n, p) minimizes
+    """Ridge regression toward `start`: W (n, p) minimizes
     E|x W - y|^2 + sum_i damping_i |W_i - start_i|^2.
 
     Args:

@@ -1,4 +1,4 @@
-"""Train one converted attention module towards its targets (`refined`): the output of the base
+"""Train one converted attention module toward its targets (`refined`): the output of the base
 model's module, corrected for what earlier layers have lost.
 
 Only the module's projections are trained. Its inputs and targets are fixed, and no other layer is
@@ -82,7 +82,7 @@ def refine(
     position_weights: Tensor,
     settings: Refinement,
 ) -> TrainedWeights:
-    """Train parameters of an attention module towards its targets.
+    """Train parameters of an attention module toward its targets.
 
     Some of the blocks are for validation: nothing is trained on them, and their error selects the
     best step.

@@ -41,7 +41,7 @@ class Method:
     example_ratio: Perplexity ratio of the example model with 2 of 8 KV heads (docs/results.md), by
         which messages and docs compare methods; empty if it was not measured.
     is_control: Whether it is for comparisons only: never recommended, and listed by --dry-run only
-            if it is the plan's own. So is a method that needs `symmetry` and aligns no heads.
+        if it is the plan's own. So is a method that needs `symmetry` and aligns no heads.
     merges: Whether it makes fewer heads. Those of unmerged.py, which no user chooses, do not.
     """
 

@@ -1,4 +1,4 @@
-"""`refined`: `calibrated`, then each layer is trained towards the base model's layer."""
+"""`refined`: `calibrated`, then each layer is trained toward the base model's layer."""
 
 from __future__ import annotations
 
