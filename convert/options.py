@@ -34,7 +34,8 @@ class ConvertOptions(Options):
 
     kv_heads: int | tuple[int, ...] | None = option(
         None,
-        "Number of KV heads of the result: a divisor of the model's number, or, to repeat heads, a "
+        "Number of KV heads of the result (required, unless --kv-budget is passed): a divisor of "
+        "the model's number, or, to repeat heads, a "
         "multiple of it that divides the query heads. For different numbers per layer, pass one "
         "number for each layer, like 3,1,1,3.",
         KVHeads(),
@@ -92,9 +93,9 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Calibration tokens, shared equally by the sources. general gets a quarter, at most "
-        "12,288; self:TOKENS is added to COUNT. Of self, up to a sixth (at most 8,192 tokens) is "
-        "kept to measure the quality.",
+        "Calibration tokens in all. general gets a quarter of them, at most 12,288; the other "
+        "sources share the rest equally. self:TOKENS comes on top. Of self, up to a sixth (at "
+        "most 8,192 tokens) is kept to measure the quality.",
         tokens_type(),
         metavar="COUNT",
         setting="text",

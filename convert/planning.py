@@ -75,7 +75,10 @@ def make_plan(
         entry = culprit(checkpoint.config, plan_with)
         if not entry or entry in str(error):
             raise
-        raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
+        raise CorruptError(
+            f"{error} (without {entry} in config.json, it would fit the weights: correct it, or "
+            "download config.json again)"
+        ) from error
 
 
 def _plan_of(

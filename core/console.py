@@ -258,7 +258,7 @@ def _describe_failure(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError | DivergedError):
         return str(error), 1
     if out_of_memory(error):
-        advice = "stop other programs that use it, or use a device with more memory"
+        advice = "stop other programs that use this memory, or use a device with more of it"
         return f"out of memory: {explain(error)}; {advice}", 1
 
     kind = type(error).__name__

@@ -261,8 +261,8 @@ class ChatEncoder:
                 prompt = self._render(messages[:number], add_generation_prompt=True)["text"]
             if not with_turn.startswith(prompt) or not text.startswith(with_turn):
                 raise RefusedError(
-                    f"the chat template of {self.name} writes message {number + 1} of a chat in "
-                    "another way if other messages follow it or if it is to be generated, so it "
+                    f"the chat template of {self.name} formats message {number + 1} of a chat "
+                    "differently when other messages follow it, or when it is generated, so it "
                     "does not say which tokens the assistant writes; add {% generation %} "
                     "marks to it, or remove --assistant-only-loss"
                 )
@@ -350,7 +350,8 @@ def check_template(tokenizer: Any, name: str) -> str:
     if template is None:
         raise RefusedError(
             f"the tokenizer of {name} has no chat template, so it cannot read chats; pass a "
-            "column of text with --text-column, or add the chat_template.jinja of its base model"
+            "column of text with --text-column, or copy chat_template.jinja from the Instruct "
+            "version of the model"
         )
     return template
 

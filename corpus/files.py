@@ -61,9 +61,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
 
     with_content = [file for file in files if file.stat().st_size]
     if not with_content:
-        raise CorpusError(
-            f"{spec} holds no text: it is empty or blank, or held out; pass other text"
-        )
+        raise CorpusError(f"{spec} has no text: all its files are empty; pass other text")
     return tuple(with_content)
 
 

@@ -118,7 +118,8 @@ class Source:
         first = next(rows, None)
         if first is None:
             raise CorpusError(
-                f"{self.spec} holds no text: it is empty or blank, or held out; pass other text"
+                f"{self.spec} has no text left: it is empty or blank, or all of it is validation "
+                "text; pass other text"
             )
         yield first
         yield from rows

@@ -251,7 +251,7 @@ class Comparison:
         )
         self._prompts = [sample[: recall.OPENING].tolist() for sample in samples[: recall.PROMPTS]]
 
-        passages = {"samples": _without_special_tokens(samples, tokenizer)}
+        passages = {"generated": _without_special_tokens(samples, tokenizer)}
         if self._text:
             scored = [window.ids[-window.scored :] for window in self._text.windows]
             # Text comes first: its tokens also surround passkeys.

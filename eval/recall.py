@@ -34,7 +34,7 @@ Ints = NDArray[np.integer[Any]]
 COPIED_TOKENS = 192  # tokens of a second copy at most
 # From a token of the second copy to the same of the first.
 DISTANCES = (64, 192, 512, *(1024 << n for n in range(12)))
-LONGEST = {"samples": 512, "random": 512}  # distance, of kinds that show no more further away
+LONGEST = {"generated": 512, "random": 512}  # distance, of kinds that show no more further away
 READ = 2048  # tokens that are read for one distance, but two sequences at least and sixteen at most
 
 # Values by their keys, and passkeys.
@@ -109,7 +109,7 @@ def make_questions(
     """Questions of all kinds at all distances up to `context` tokens.
 
     Args:
-        passages: Token ids of `text`, of `samples` or of both, without special tokens: what is
+        passages: Token ids of `text`, of `generated` or of both, without special tokens: what is
             copied, and, of the first of them, what stands around a passkey.
         tokenizer: Of all models.
         vocabulary: Number of token ids that the models know.

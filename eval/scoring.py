@@ -197,10 +197,10 @@ def _check_finite(head: ChunkedHead, nats: NDArray[Any]) -> None:
     """Raise RefusedError unless all nats (n,) of a model are finite."""
     if np.isfinite(nats).all():
         return
-    advice = "look for NaN in the weights"
+    advice = "check its weights, or download it again"
     if head.model.dtype != torch.float32:
-        advice += ", or pass --precision float32"
-    raise RefusedError(f"{head.model.name_or_path}: logits are not finite; {advice}")
+        advice = f"pass --precision float32; if that does not help, {advice}"
+    raise RefusedError(f"{head.model.name_or_path} predicts NaN or infinite logits; {advice}")
 
 
 def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:

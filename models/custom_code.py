@@ -159,8 +159,8 @@ def our_architecture(architectures: list[str] | None, model_type: str) -> str:
         has_other_head = re.search("For.*(Classification|QuestionAnswering)$", name)
         if has_other_head and name not in classes.values():
             raise RefusedError(
-                f"custom modeling code has no class with the head of {name}; convert a checkpoint "
-                "that predicts tokens"
+                f"{name} does not predict tokens, and only models that do can have custom modeling "
+                "code; convert a checkpoint that predicts tokens"
             )
 
     for name in architectures or ():

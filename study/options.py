@@ -111,7 +111,8 @@ class AblateOptions(Options):
     model: str | None = option(None, argument_metavar="[MODEL]", may_change=True)
     data: tuple[str, ...] = option(
         (),
-        "Text to calibrate and train on, from the sources of gqa-uptrain except self. Repeat the "
+        "Text to calibrate and train on (required with MODEL), from the sources of gqa-uptrain "
+        "except self. Repeat the "
         "option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         group=MAIN,
@@ -274,7 +275,10 @@ class AblateOptions(Options):
                 "stdlib:train"
             )
         if any(map(is_self, self.data)):
-            raise RefusedError("--data self has no documents to hold out; pass text")
+            raise RefusedError(
+                "--data self cannot be used here: generated text has no documents to hold out for "
+                "validation; pass a file, a dataset or stdlib:train"
+            )
         refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
 
     def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None
 
 def loss_of_row(row: Row, base: Row) -> Loss:
     """The quality that a row's model has lost against the base model, as far as it was measured."""
-    kinds = [kind for kind in ("text", "samples") if recall_key(kind) in row]
+    kinds = [kind for kind in ("text", "generated") if recall_key(kind) in row]
     column = recall_key(main_kind(kinds))
     recall_loss = None
     if column in row and column in base:

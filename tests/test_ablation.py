@@ -273,7 +273,7 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
             if one["kind"] in ("text", "random"):  # at one distance each
                 assert row[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
         assert row["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        assert {"recall_samples", "recall_values", "recall_passkeys"} <= row.keys()
+        assert {"recall_generated", "recall_values", "recall_passkeys"} <= row.keys()
     assert rows[1]["recall_text"] < rows[0]["recall_text"] - 0.1
     assert f"{rows[1]['recall_text']:.1%}" in Path("study/report.html").read_text()
 
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data was passed", "--data"]),
-    "no text but samples": ({"data": "self:1M"}, ["--data self has no documents to hold out"]),
+    "no text but samples": ({"data": "self:1M"}, ["generated text has no documents to hold out"]),
     "no validation text": (
         {"validation": None},
         ["there is no validation text", "--validation-fraction"],

@@ -380,7 +380,7 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     edit_json(
         model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]}
     )
-    assert f"no class with the head of {head}" in refusal(model, "--kv-heads", "1,4")
+    assert f"{head} does not predict tokens" in refusal(model, "--kv-heads", "1,4")
     different = llama(tmp_path / "llama")
     out = convert_checkpoint(different, (1, 4), method="mean").out
     assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads

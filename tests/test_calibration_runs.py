@@ -361,7 +361,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
         "a few words",
         r".*text\.txt has \d tokens, less than one block of 16 tokens; pass more text, or lower .*",
     ),
-    "empty": (None, "", r".*text\.txt holds no text: .*"),
+    "empty": (None, "", r".*text\.txt has no text: .*"),
     "tokenizer": (
         without_tokenizer,
         "words " * 99,
@@ -505,8 +505,8 @@ def test_a_layer_that_cannot_compute_is_refused_at_its_first_run(tmp_path: Path)
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
 MOST = (
-    "out of memory on cpu with 64 blocks of 16 tokens in a layer at a time; stop other programs on "
-    "it, lower --context, or"
+    "out of memory on cpu: a layer with 64 blocks of 16 tokens does not fit; stop other "
+    "programs that use it, lower --context, or"
 )
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
@@ -521,7 +521,7 @@ def test_no_memory_for_measuring_layers_is_told_with_what_to_do(
     text = ("--data", tmp_path / "text.txt", "--tokens", 256, "--context", 16)
     check_refused(
         checkpoints.run(small, "-o", tmp_path / "out", "--kv-budget", 0.5, *text),
-        "out of memory on cpu with 8 blocks of 16 tokens in a layer at a time; stop other programs",
+        "out of memory on cpu: a layer with 8 blocks of 16 tokens does not fit; stop other ",
     )
 
 

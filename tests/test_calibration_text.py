@@ -267,7 +267,7 @@ def test_a_file_of_separators_is_refused_before_a_conversion_starts(tmp_path: Pa
     file = tmp_path / "empty.txt"
     file.write_text("%%%\n%%%\n")
     text = CalibrationText((str(file),), separator="%%%")
-    with pytest.raises(CorpusError, match="holds no text"):
+    with pytest.raises(CorpusError, match="has no text left"):
         text.check_sources(read_checkpoint(SOURCE))
 
 

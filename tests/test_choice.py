@@ -29,7 +29,7 @@ from gqa.models import tokenizer
 
 PAGE = ROOT / "docs/methods.md"
 HEADER = (
-    "| `--method` | fitted to | time | how KV heads are merged "
+    "| `--method` | fitted to | time for 7B | how KV heads are merged "
     "| perplexity ratio, example model, 8 → 2 KV heads |\n|---|---|---|---|---|\n"
 )
 
@@ -194,7 +194,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     problems = {
         "nothing.txt": "there is no file",
-        "empty.txt": "holds no text",
+        "empty.txt": "has no text: all its files are empty",
         "table.jsonl": "has no column",
     }
     for name, says in problems.items():

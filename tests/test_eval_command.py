@@ -372,15 +372,16 @@ def damaged(path: Path, damage: str) -> Path:
         (
             "nan",
             "SRC BAD --data TEXT --precision bfloat16",
-            "bad: logits are not finite; look for NaN in the weights, or pass --precision float32",
+            "bad predicts NaN or infinite logits; pass --precision float32; if that does not help, "
+            "check its weights, or download it again",
         ),
         (
             "nan",
             "SRC BAD --data TEXT --precision float32",
-            "bad: logits are not finite; look for NaN in the weights\n",
+            "bad predicts NaN or infinite logits; check its weights, or download it again\n",
         ),
-        ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
-        ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
+        ("nan", "SRC BAD --data TEXT --kl", "bad predicts NaN or infinite logits"),
+        ("nan", "BAD SRC --data TEXT --kl", "bad predicts NaN or infinite logits"),
         (
             "vocabulary",
             "SRC BAD --data TEXT",

@@ -297,7 +297,7 @@ RATIO = {
 
 def recall(*shares: float) -> dict[str, Any]:
     lines = [
-        {"kind": "samples", "accuracy": share, "answers": n}
+        {"kind": "generated", "accuracy": share, "answers": n}
         for share, n in zip(shares, (300, 100), strict=True)
     ]
     return {"recall": [*lines, {"kind": "random", "accuracy": shares[0] / 2, "answers": 10}]}

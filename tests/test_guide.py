@@ -711,8 +711,8 @@ def test_the_page_says_how_long_text_is_generated(models: Path) -> None:
         row = f"| {gpu} | {llama} | {hours[0]:.1f} hours | {qwen} | {hours[1]:.1f} hours |"
         assert row in SUMS.read_text()
     llama_hours = [hours for hours, _ in rows.values()]
-    shown = "2 hours on 80 GB, 4.5 on 48 GB, 5.5 on 40 GB, 15 on 24 GB"
-    assert llama_hours == pytest.approx([2, 4.5, 5.5, 15], rel=0.15)
+    shown = "2.2 hours on 80 GB, 4.5 on 48 GB, 5.4 on 40 GB, 15 on 24 GB"
+    assert llama_hours == pytest.approx([2.2, 4.5, 5.4, 15], rel=0.03)
     assert shown in PAGE.read_text()
     assert "about half an hour on 80 GB and an hour on 48 GB" in one_line(QWEN_PAGE)
 

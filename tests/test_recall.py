@@ -27,7 +27,7 @@ CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
 @pytest.fixture(scope="module")
 def questions() -> list[Questions]:
     stream = np.random.default_rng(1).integers(300, 4000, 8192)
-    streams = {"text": stream, "samples": stream[::-1]}
+    streams = {"text": stream, "generated": stream[::-1]}
     return make_questions(
         streams, AutoTokenizer.from_pretrained(SOURCE), VOCABULARY, CONTEXT, PREFIX
     )
@@ -53,7 +53,7 @@ def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
     kinds = {question.kind for question in questions}
     assert {kind: [q.distance for q in questions if q.kind == kind] for kind in kinds} == {
         "text": [64, 192, 320],
-        "samples": [64, 192, 320],
+        "generated": [64, 192, 320],
         "random": [64, 192, 320],
         "values": [128, 256, 512],
         "passkeys": [128, 256, 512],
@@ -75,7 +75,7 @@ def test_the_context_determines_answers(questions: list[Questions]) -> None:
     """By the first copy, by the key, and by the passkey at each of five depths."""
     for question in questions:
         for number, (context, right) in enumerate(answers(question)):
-            if question.kind in ("text", "samples", "random"):
+            if question.kind in ("text", "generated", "random"):
                 assert context[-question.distance] == right
                 # The first token of a copy is no answer
                 assert context[-1] == context[-question.distance - 1]
@@ -125,7 +125,7 @@ def test_what_looks_back_passes_and_what_cannot_fails(
     windows = [window for one in questions for window in one.windows]
     head: Any = Induction(reach)
     records = summarize(questions, score(head, windows, batch_size=4)["hits"])
-    assert {one["kind"] for one in records} == {"text", "samples", "random", "values", "passkeys"}
+    assert {one["kind"] for one in records} == {"text", "generated", "random", "values", "passkeys"}
     for one in records:
         assert least <= one["accuracy"] <= most, one
 
@@ -178,7 +178,7 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "text" not in record
     kinds = [(line["kind"], line["distance"]) for line in source["recall"]]
     assert kinds == [(line["kind"], line["distance"]) for line in converted["recall"]]
-    assert {kind for kind, _ in kinds} == {"samples", "random", "values", "passkeys"}
+    assert {kind for kind, _ in kinds} == {"generated", "random", "values", "passkeys"}
     assert 0 <= converted["greedy"]["tokens"] < converted["greedy"]["longest"] <= 64
     for ours, theirs in zip(converted["samples"], source["samples"], strict=True):
         assert ours["prompt"] == theirs["prompt"]

@@ -235,7 +235,7 @@ def test_an_entry_names_what_is_held_out_of_it_alone() -> None:
 
 
 # What is in a file, and how what is said of it goes on after its name.
-EMPTY = " holds no text: it is empty or blank, or held out"
+EMPTY = " has no text"
 NOT_UTF8 = " is not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position "
 UNREADABLE = " cannot be read: "  # and what the library says
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -455,7 +455,7 @@ def test_heldout_part(tmp_path: Path) -> None:
     assert list(again.heldout_part(0.1).texts()) == heldout[::-1]
     assert set(heldout) < set(source.heldout_part(0.2).texts())
     with pytest.raises(
-        CorpusError, match=r"a.jsonl holds no text: it is empty or blank, or held out"
+        CorpusError, match=r"a.jsonl has no text left: it is empty or blank, or all of it is"
     ):
         next(source.heldout_part(0.0).texts())
 

@@ -86,7 +86,7 @@ def test_a_part_without_rows_holds_no_text(name: str, tmp_path: Path) -> None:
         pa.table({"text": pa.array(part, pa.string())}) for part in ([], TEXTS[:20], [], TEXTS[20:])
     ]
     assert texts_of(directory_of(tmp_path / "data", name, *tables)) == TEXTS
-    with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
+    with pytest.raises(CorpusError, match="has no text left: it is empty or blank"):
         texts_of(directory_of(tmp_path / "empty", name, tables[0]))
 
 

@@ -265,7 +265,7 @@ def refusals(place: Path, root: Path) -> Refusals:
             alpha | {"alpha": 1e-4},
             "less than one block of 64 tokens; raise --alpha, or lower --context",
         ),
-        ({"data": empty}, "holds no text: it is empty or blank"),
+        ({"data": empty}, "has no text: all its files are empty"),
         ({"validation": place / "data.jsonl"}, "all documents are validation text"),
         ({"validation": small}, "the validation text has less than one block of 64 tokens"),
         (

@@ -295,12 +295,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "t5",
         PAIRS | {"streaming": True},
-        "--target-column is a column of stored data, not of a stream; remove --streaming",
+        "--target-column cannot be used with a stream; remove --streaming",
     ),
     (
         "t5",
         {"data": "self", "target_column": "meant"},
-        "of stored data; pass that data with --data",
+        "pass the dataset with --data, or remove --target-column",
     ),
     ("t5", {"repeats": True}, "repeats works only with decoders, but t5 is an encoder-decoder"),
     (

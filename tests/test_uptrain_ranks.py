@@ -119,7 +119,7 @@ def test_processes_fail_together(runs: Runs, tmp_path: Path) -> None:
     # All have the same exit code
     done = runs.run(*runs.words(tmp_path / "out", steps=1), "--data", empty, ranks=2)
     assert done.code == 2
-    assert "holds no text" in done.err
+    assert "has no text" in done.err
 
 
 def test_hub_ids(

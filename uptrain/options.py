@@ -278,8 +278,9 @@ class TrainOptions(Options):
     keep_state: bool = option(False, "Keep DIR-state after the end.", may_change=True, group=OUTPUT)
     overwrite: bool = option(
         False,
-        "Replace the checkpoint at DIR once the new one is complete, and discard the saved state "
-        "of another run. A stopped run that had --overwrite too is continued.",
+        "Replace the checkpoint at DIR once the new one is complete, and start over instead of "
+        "continuing a stopped run that had other options or no --overwrite. The same command "
+        "with --overwrite is continued.",
         may_change=True,
         group=OUTPUT,
     )

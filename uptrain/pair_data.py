@@ -38,11 +38,12 @@ def check_pair_options(options: TrainOptions, name: str) -> None:
             "remove --assistant-only-loss"
         )
     if options.target_column and options.streaming:
-        raise RefusedError(
-            "--target-column is a column of stored data, not of a stream; remove --streaming"
-        )
+        raise RefusedError("--target-column cannot be used with a stream; remove --streaming")
     if options.target_column and options.is_generated:
-        raise RefusedError("--target-column is a column of stored data; pass that data with --data")
+        raise RefusedError(
+            "--target-column names a column of a dataset, but the training text is generated "
+            "(--data self); pass the dataset with --data, or remove --target-column"
+        )
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     tokens = blocks * options.block_size
     if options.is_generated and tokens > data_tokens:
         raise RefusedError(
-            f"training takes {tokens:,} tokens, more than --data {options.data[0]}; raise that "
-            "number"
+            f"training needs {tokens:,} tokens, but --data {options.data[0]} leaves "
+            f"{data_tokens:,} besides the validation text; raise the number after 'self:'"
         )
     return blocks
 

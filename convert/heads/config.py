@@ -356,8 +356,9 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
         if not all(map(_is_positive_integer, numbers)) or layer.query % layer.kv:
             raise CorruptError(
                 f"{name}: config.json asks for {layer.query} query and {layer.kv} KV heads of "
-                f"dimension {layer.key_dim}, but allowed are natural numbers, of which the second "
-                "divides the first; correct it"
+                f"dimension {layer.key_dim}, but all of these must be positive integers, and the "
+                "number of KV heads must divide that of query heads; correct config.json, or "
+                "download it again"
             )
 
         if layer.query > MAX_COUNT:  # numbers of KV heads are counted up to it

@@ -18,7 +18,7 @@ class Aligned(WeightsMethod):
     """Shared keys and values in closed form, on estimated moments of keys, queries and values."""
 
     name = "aligned"
-    cost = "seconds; for 7B minutes"
+    cost = "minutes on two CPU cores"
     result = "merged in closed form, from the weights alone"
     example_ratio = "x1.99"
     needs = frozenset({"symmetry", "inputs"})

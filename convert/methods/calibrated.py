@@ -17,7 +17,7 @@ class Calibrated(TextMethod):
     """
 
     name = "calibrated"
-    cost = "1.5 minutes for 1.3B on an H200"
+    cost = "5 to 6 minutes on an H200"
     result = "merged in closed form, fitted to the text"
     example_ratio = "x1.16"
 

@@ -15,7 +15,7 @@ class Procrustes(WeightsMethod):
     """Rotate heads onto each other and average them."""
 
     name = "procrustes"
-    cost = "seconds; for 7B minutes"
+    cost = "minutes on two CPU cores"
     result = "rotated onto each other, then averaged"
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:

@@ -61,7 +61,7 @@ class TextMethod(MapsMethod):
         if options.precision == "float32":
             to_pass = f"--precision bfloat16 or {to_pass}"
         return (
-            f"out of memory on {options.device} with {options.blocks_at_once} blocks of "
-            f"{options.text.length} tokens in a layer at a time; stop other programs on it, "
+            f"out of memory on {options.device}: a layer with {options.blocks_at_once} blocks of "
+            f"{options.text.length} tokens does not fit; stop other programs that use it, "
             f"lower --context, or pass {to_pass}"
         )

@@ -55,7 +55,7 @@ class Recipe:
         if first.dtype not in TORCH_OF_SAFETENSORS:
             raise RefusedError(
                 f"{first.name} is stored as {first.dtype}: quantized or packed weights cannot be "
-                "laid out anew; convert the original and quantize the result"
+                "converted; convert the unquantized checkpoint and quantize the result"
             )
 
         inputs = [torch.empty(source.shape, device="meta") for source in self.sources]
