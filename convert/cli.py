@@ -120,7 +120,7 @@ def _convert(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
     planned: The record of the plan.
     """
     from gqa.convert.api import convert, open_output
-    from gqa.convert.summary import error_lines, plan_lines, size
+    from gqa.convert.summary import layer_lines, plan_lines, size
 
     start = time.monotonic()
     output = open_output(options, plan)  # a bad one is refused before anything is printed
@@ -130,7 +130,7 @@ def _convert(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
         result = convert(plan, options, watcher, sys.argv[1:], output=output)
 
     _say_lines(plan_lines(plan, planned, tensors=options.verbose), options)
-    _say_lines(error_lines(result.maps), options)
+    _say_lines(layer_lines(result.maps), options)
     seconds = time.monotonic() - start
     _say(
         f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options
@@ -142,7 +142,9 @@ def _convert(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
     _warn(result.warnings)
 
     measured = {
-        name: value for name, value in result.record.items() if name in ("quality", "layer_errors")
+        name: value
+        for name, value in result.record.items()
+        if name in ("quality", "layer_errors", "layer_drifts")
     }
     return {"output": str(result.out), **measured, "warnings": list(result.warnings)}
 

@@ -4,7 +4,7 @@ record next to the result.
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gqa.core.errors import one_line
 from gqa.corpus.specs import GENERAL, is_self
 
 _INDENT = " " * 12  # the width of the titles of lines
-_ERRORS_IN_LINE = 10
+_LAYERS_IN_LINE = 10
 
 BY_LAYER = (
     "`config.num_key_value_heads` raises an error in transformers, since layers differ; "
@@ -149,25 +149,29 @@ def quality_loss(maps: StoredMaps | None) -> Loss:
     return loss_of(maps.quality)
 
 
-def error_lines(maps: StoredMaps | None) -> list[str]:
-    """The error of each layer that was fitted to text; none if no layer was."""
+def layer_lines(maps: StoredMaps | None) -> list[str]:
+    """The error of each layer that was fitted to text, and the drift behind it; none if no layer
+    was.
+    """
     if maps is None or not maps.errors:
         return []
 
-    lines = [
+    errors = ["-" if error is None else f"{error:.2g}" for error in maps.errors]
+    drifts = [f"{drift:.0%}" for drift in maps.drifts]
+    return [
         "layers      relative squared error of the attention output (not of the model), layer by "
-        "layer:"
+        "layer:",
+        *_rows(errors),
+        "drift       difference of the hidden states from the base model's, behind each layer:",
+        *_rows(drifts),
     ]
-    for start in range(0, len(maps.errors), _ERRORS_IN_LINE):
-        cells = [_error_cell(error) for error in maps.errors[start : start + _ERRORS_IN_LINE]]
-        lines.append(_INDENT + " ".join(cells).rstrip())
-    return lines
 
 
-def _error_cell(error: float | None) -> str:
-    """The error of a layer in 6 characters; a dash for a layer that was not fitted."""
-    text = "-" if error is None else f"{error:.2g}"
-    return f"{text:6}"
+def _rows(cells: Sequence[str]) -> Iterator[str]:
+    """Cells of one layer each, in lines below the first word of a summary."""
+    for start in range(0, len(cells), _LAYERS_IN_LINE):
+        row = [f"{cell:6}" for cell in cells[start : start + _LAYERS_IN_LINE]]
+        yield _INDENT + " ".join(row).rstrip()
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -351,6 +355,7 @@ def provenance(
         optional |= {
             "maps": maps.description,
             "layer_errors": maps.errors,
+            "layer_drifts": maps.drifts,
             "quality": maps.quality,
         }
     return record | {name: value for name, value in optional.items() if value}

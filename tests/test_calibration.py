@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
+from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions, Refinement
+from gqa.convert.merge.pair import StreamPair
 from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
 
@@ -50,6 +53,54 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
                 parameter.data *= 0.5 / multiplier
         errors.append(layer_errors(write_checkpoint(model, tmp_path / str(multiplier))))
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
+def hidden_states(directory: Path) -> list[Tensor]:
+    """What transformers computes behind each layer, of the ids that are calibrated on."""
+    states: list[Tensor] = []
+    model = load_tiny(TINY["llama+bias"], directory)
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: states.append(output))
+    with torch.no_grad():
+        model(input_ids=Ids().ids())
+    return states
+
+
+def test_the_drift_is_that_of_the_hidden_states_in_transformers(
+    source: Path, tmp_path: Path
+) -> None:
+    result = convert_checkpoint(
+        source, 2, tmp_path / "out", method="calibrated", maps_options=on_ids()
+    )
+    expected = [
+        float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
+        for before, after in zip(hidden_states(source), hidden_states(result.out), strict=True)
+    ]
+    assert result.record["layer_drifts"] == pytest.approx(expected, rel=1e-3)
+    assert 0 < expected[0] < expected[1]
+
+
+def test_nothing_drifts_before_a_layer_whose_heads_merge(source: Path, tmp_path: Path) -> None:
+    result = convert_checkpoint(
+        source, (4, 2), tmp_path / "out", method="calibrated", maps_options=on_ids()
+    )
+    first, second = result.record["layer_drifts"]
+    assert first == 0
+    assert second > 0
+
+
+def test_padding_does_not_drift() -> None:
+    hidden = torch.ones(1, 4, 8)
+    moved = hidden.clone()
+    moved[0, :1] *= 1.5
+    moved[0, 1:] *= 9
+    is_text = torch.tensor([[True, False, False, False]])
+    with_padding, without = (
+        StreamPair(Stream(hidden, 1, Mock(), mask), Stream(moved, 1, Mock(), mask))
+        for mask in (is_text, None)
+    )
+    assert with_padding.drift() == 0.5
+    assert without.drift() == 8
 
 
 def test_a_sample_of_few_long_blocks_is_of_blocks_that_count(

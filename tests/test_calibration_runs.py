@@ -102,7 +102,10 @@ def test_what_is_said_of_the_quality(
     assert f"**{level.capitalize()}** (" in card
     assert numbers in card.replace("\\", "")
     assert re.search(
-        r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M
+        r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+\n"
+        r"drift       difference of the hidden states .*:\n            \d+% +\d+%$",
+        done.out,
+        re.M,
     )
     (tmp_path / "text.txt").write_text(counting())
     # A random model loses nothing: with this bound it counts as damaged
@@ -293,7 +296,7 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
         done.expect()
         assert ("continues   after layer 1 of 2, where" in done.out + done.err) == (place == out)
         record = json.loads((place / "gqa_conversion.json").read_text())
-        records.append([record["quality"], record["layer_errors"]])
+        records.append([record["quality"], record["layer_errors"], record["layer_drifts"]])
     assert records[0] == records[1]
     assert difference(out, tmp_path / "whole") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt", "whole"]

@@ -64,7 +64,8 @@ def calibrate_model(
     for layer in range(finished.count, calibrator.n_layers):
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)
-        finished.add_layer(_tensors(results), pair.state(), error)
+        drift = calibrator.calibration_states.drift()
+        finished.add_layer(_tensors(results), pair.state(), error, drift)
         note = "" if error is None else f"error {error:.3g}"
         watcher.update(note=note)
     return check.result() if check else None

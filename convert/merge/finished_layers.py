@@ -82,6 +82,7 @@ class FinishedLayers:
         count: Layers (or modules) that need not be computed again. Files of further ones, which a
             stopped run may have left, are overwritten.
         errors: The error of each layer.
+        drifts: The drift behind each layer.
         holds_out: Whether a part of the text is held out for the check instead of calibrated on. A
             run that continues another one holds out the same, whether or not it checks the result.
     """
@@ -106,6 +107,7 @@ class FinishedLayers:
         self.holds_out = holds_out
         self.count = 0
         self.errors: list[float | None] = []
+        self.drifts: list[float] = []
         self._saved_at = time.monotonic()
 
         if self._state.exists():
@@ -124,6 +126,7 @@ class FinishedLayers:
                 progress = parse_json(file.metadata()["progress"], self._state.name)
             changed = differences(self._description, progress["description"], _NAMES)
             errors = progress["errors"]
+            drifts = progress["drifts"]
             count = progress["layers"]
             for layer in range(count):
                 self._path(layer).stat()  # raises if the file is gone
@@ -147,6 +150,7 @@ class FinishedLayers:
             )
         self.count = count
         self.errors = errors
+        self.drifts = drifts
         self.holds_out = holds_out
 
     def _path(self, layer: int) -> Path:
@@ -160,18 +164,24 @@ class FinishedLayers:
         self.count += 1
 
     def add_layer(
-        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], error: float | None
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        error: float | None,
+        drift: float,
     ) -> None:
-        """Store one more layer with its error, and the state after it if it is time; another run
-        continues there.
+        """Store one more layer with its error and the drift behind it, and the state after it if it
+        is time; another run continues there.
         """
         self.add(tensors)
         self.errors.append(error)
+        self.drifts.append(drift)
         if time.monotonic() - self._saved_at >= _INTERVAL:
             progress = {
                 "description": self._description,
                 "layers": self.count,
                 "errors": self.errors,
+                "drifts": self.drifts,
                 "holds_out": self.holds_out,
             }
             _save(self._state, state, {"progress": json.dumps(progress)})
@@ -184,7 +194,7 @@ class FinishedLayers:
     def stored_maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
         """The maps of all finished layers, each read from its file when it is needed."""
         files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
-        return StoredMaps(files, self._description, self.errors, quality)
+        return StoredMaps(files, self._description, self.errors, self.drifts, quality)
 
     def remove(self) -> None:
         """Remove the layers."""

@@ -26,6 +26,8 @@ from gqa.convert.plan import Plan
 from gqa.core.errors import layerwise_error
 from gqa.models.names import stored_tensors
 
+_LEAST_NORM = 1e-30  # of a hidden state by whose norm is divided
+
 
 @dataclass(frozen=True)
 class StreamPair:
@@ -33,6 +35,20 @@ class StreamPair:
 
     base: Stream
     converted: Stream
+
+    def drift(self) -> float:
+        """How far the converted model's hidden states are from the base model's: the median over
+        all tokens of |converted - base| / |base|. Padding does not count.
+        """
+        base = self.base.hidden
+        is_text = self.base.is_text
+        differences = []
+        for block, converted in enumerate(self.converted.hidden):  # one at a time to save memory
+            wanted = base[block].float()
+            difference = (converted.float() - wanted).norm(dim=-1)
+            relative = difference / wanted.norm(dim=-1).clamp_min(_LEAST_NORM)
+            differences.append(relative if is_text is None else relative[is_text[block]])
+        return float(torch.cat(differences).median())
 
 
 class ModelPair:
