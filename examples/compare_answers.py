@@ -20,6 +20,8 @@ Scores = dict[tuple[str, str, str], dict[int, float]]
 
 def newest_answers(directory: Path) -> dict[str, Path]:
     """For each task the file of its last run: lm_eval writes DIRECTORY/MODEL/samples_TASK_DATE."""
+    if not directory.is_dir():
+        sys.exit(f"error: there is no directory {directory}; run tasks.sh for this model first")
     files = [*directory.rglob("samples_*.jsonl")]
     models = sorted({str(path.parent) for path in files})
     if len(models) > 1:

@@ -28,6 +28,10 @@ if [ -e "tasks-$name" ]; then
     echo "error: tasks-$name exists: pass another NAME, or move tasks-$name away" >&2
     exit 1
 fi
+if ! command -v "$LM_EVAL" >/dev/null; then
+    echo "error: there is no $LM_EVAL here: run this in the directory of .venv-vllm, or set LM_EVAL" >&2
+    exit 1
+fi
 if [ "$ENGINE" = hf ]; then
     case " $*" in
         *" kv_cache_dtype="*)

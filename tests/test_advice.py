@@ -60,6 +60,14 @@ def parse(words: list[str]) -> dict[str, Any]:
         return context.params
 
 
+def parse_heads(words: list[str]) -> str:
+    """The value of --kv-heads in a command; empty without it."""
+    return words[words.index("--kv-heads") + 1] if "--kv-heads" in words else ""
+
+
+MODELS = ("it's a model", "no tokenizer")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models whose names a shell would split."""
@@ -75,7 +83,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(place)
     yield place
     for path in place.iterdir():
-        if path.name not in ("it's a model", "no tokenizer"):
+        if path.name not in MODELS:
             shutil.rmtree(path)
 
 
@@ -236,6 +244,52 @@ def test_nothing_is_advised_for_a_good_model(here: Path, monkeypatch: pytest.Mon
     assert float(measured[1]) < 1.4  # on which side of 1 it is depends on the text
     assert "next " not in done.out
     assert advised(done) == []
+
+
+def call_damaged(monkeypatch: pytest.MonkeyPatch, steep: float) -> None:
+    """Call every result damaged, and a rise of the drift by `steep` in one layer steep."""
+    # A tiny random model loses so little that its results are never damaged
+    monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
+    monkeypatch.setattr("gqa.convert.advice._STEEP_DRIFT", steep)
+
+
+@pytest.mark.parametrize("output", [(), ("-o", "the output")])
+def test_the_layer_in_which_a_loss_begins_is_named_with_a_conversion_that_keeps_its_heads(
+    output: tuple[str, ...], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_damaged(monkeypatch, steep=0.0)
+    done = run("it's a model", "-g", 2, "--method", "calibrated", *SHORT, *output)
+    drifts = [int(one) / 100 for one in re.findall(r"(\d+)%", done.out.partition("drift  ")[2])][:2]
+    layer = 0 if drifts[0] >= drifts[1] - drifts[0] else 1
+    assert f"the loss begins in layer {layer + 1} of 2: behind it, the hidden states" in done.err
+
+    (words,) = [words for words in advised(done) if "," in parse_heads(words)]
+    kept = ["2", "2"]
+    kept[layer] = "4"
+    assert parse_heads(words) == ",".join(kept)
+    run(*words[1:]).expect()
+    assert len([path for path in here.iterdir() if path.name not in MODELS]) == 2
+
+
+def test_no_layer_is_named_where_no_drift_is_steep(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_damaged(monkeypatch, steep=2.0)
+    done = run("it's a model", "-g", 2, "--method", "calibrated", *SHORT)
+    assert "this model is damaged" in done.err
+    assert "the loss begins in layer" not in done.err
+
+
+def test_no_layer_is_named_where_layers_cannot_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixtral is not among the types with custom modeling code for that."""
+    call_damaged(monkeypatch, steep=0.0)
+    tiny_checkpoint(tmp_path / "model", "mixtral", kv_heads=4)
+    monkeypatch.chdir(tmp_path)
+    done = run("model", "-g", 2, "--method", "calibrated", *SHORT)
+    assert "this model is damaged" in done.err
+    assert "the loss begins in layer" not in done.err
 
 
 def test_no_command_is_advised_that_the_model_does_not_allow(here: Path) -> None:

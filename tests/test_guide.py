@@ -493,7 +493,8 @@ def test_the_script_compares_the_answers_of_two_models(tmp_path: Path) -> None:
         "ifeval none strict: +50.0 points (standard error 50.0, 2 questions)",
         "squad_completion none exact_match: -50.0 points (standard error 28.9, 4 questions)",
     ]
-    words[-1] = "tasks-missing"
+    write_samples(tmp_path / "tasks-other", "swde", early, answers(1, 0))
+    words[-1] = "tasks-other"
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: the directories have no answers to the same questions\n"
@@ -672,6 +673,26 @@ def test_tasks_without_a_context_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sh tasks.sh NAME MODEL CONTEXT")
+
+
+def test_tasks_without_lm_eval_are_refused(tmp_path: Path) -> None:
+    words = ["sh", str(TASKS), "base", "./model", "2048"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: there is no .venv-vllm/bin/lm_eval here: run this in the directory of .venv-vllm, "
+        "or set LM_EVAL\n"
+    )
+
+
+def test_answers_that_are_not_there_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "tasks-base").mkdir()
+    words = [sys.executable, str(COMPARE), "tasks-base", "tasks-result"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: there is no directory tasks-result; run tasks.sh for this model first\n"
+    )
 
 
 def test_both_models_are_served_with_the_same_options() -> None:
