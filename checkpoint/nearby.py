@@ -13,14 +13,33 @@ _SHOWN = 4  # directories that are named
 
 
 def similar_directory(model: str) -> str | None:
-    """The checkpoint beside a path that does not exist whose name is nearly that of the path.
+    """The checkpoint whose path is nearly that of a path which does not exist.
 
-    It is written as the user wrote the path. None if there is no such checkpoint.
+    Each part of the path may be mistyped. The result is relative if the path is. None if there is
+    no such checkpoint.
     """
     path = Path(model)
-    names = _checkpoints_in(path.parent)
-    similar = difflib.get_close_matches(path.name, names, 1, _SIMILAR)
-    return str(path.with_name(similar[0])) if similar else None
+    directory = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parent.parts:
+        if not (directory / part).is_dir():
+            similar = _most_similar(part, _directories_in(directory))
+            if similar is None:
+                return None
+            part = similar
+        directory /= part
+
+    name = path.name
+    if not _is_checkpoint(directory / name):
+        similar = _most_similar(name, _checkpoints_in(directory))
+        if similar is None:
+            return None
+        name = similar
+    return str(directory / name)
+
+
+def _most_similar(name: str, names: list[str]) -> str | None:
+    """The name that is most like another; None if none is much like it."""
+    return next(iter(difflib.get_close_matches(name, names, 1, _SIMILAR)), None)
 
 
 def checkpoints_hint(directory: Path) -> str:
@@ -37,8 +56,17 @@ def checkpoints_hint(directory: Path) -> str:
 
 def _checkpoints_in(directory: Path) -> list[str]:
     """The names of the directories in a directory that have a config.json, sorted."""
+    return [name for name in _directories_in(directory) if _is_checkpoint(directory / name)]
+
+
+def _directories_in(directory: Path) -> list[str]:
+    """The names of the directories in a directory, sorted."""
     try:
         names = sorted(os.listdir(directory))
     except (OSError, ValueError):  # it does not exist, or is no path on this system
         return []
-    return [name for name in names if os.path.isfile(directory / name / "config.json")]
+    return [name for name in names if os.path.isdir(directory / name)]
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return os.path.isfile(directory / "config.json")

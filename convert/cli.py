@@ -158,7 +158,7 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     method = plan.method
     device = options.maps_options.device
     seconds, memory = estimate(plan, method, options.maps_options)
-    text = f"estimate    about {duration(seconds)} on {device}"
+    text = f"estimate    about {duration(seconds)} on {device}, if nothing else runs on it"
     if seconds > _LONG and (faster := _faster_method(plan)):
         faster_seconds, _ = estimate(plan, faster, options.maps_options)
         text += (

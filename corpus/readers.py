@@ -205,7 +205,8 @@ def check_text(value: Any, column: str, where: str, columns: Sequence[str]) -> N
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> CorpusError:
     return CorpusError(
-        f"{where} is not UTF-8: {explain(error)}; convert it, for instance with iconv"
+        f"{where} is not UTF-8: {explain(error)}; if it is text, convert it, for "
+        "instance with iconv"
     )
 
 

@@ -296,13 +296,26 @@ def test_what_is_no_hub_id(
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]
 
 
-@pytest.mark.parametrize("word", ["lab/lama-mha", "./lab/lama-mha", "ABSOLUTE/lab/lama-mha"])
-def test_a_mistyped_directory_names_the_checkpoint_beside_it(machine: Machine, word: str) -> None:
+@pytest.mark.parametrize(
+    "word",
+    [
+        "models/lama-mha",
+        "./models/lama-mha",
+        "ABSOLUTE/models/lama-mha",
+        "model/llama-mha",
+        "modles/lama-mha",
+    ],
+)
+def test_a_mistyped_path_names_the_checkpoint_that_is_nearly_there(
+    machine: Machine, word: str
+) -> None:
     """Before the network is spoken of."""
-    llama(machine.work / "lab/llama-mha", side_files=False)
-    (machine.work / "lab/lama-mhas").mkdir()  # no checkpoint
+    llama(machine.work / "models/llama-mha", side_files=False)
+    (machine.work / "models/lama-mhas").mkdir()  # no checkpoint
     path = word.replace("ABSOLUTE", str(machine.work))
-    meant = path.removeprefix("./").replace("lama", "llama")
+    meant = "models/llama-mha"
+    if "ABSOLUTE" in word:
+        meant = str(machine.work / meant)
     done = machine.run(*MERGED, path, HF_HUB_OFFLINE="1")
     check_refused(done, f"there is no directory {path!r} (did you mean {meant}?)", advice="")
 
