@@ -359,8 +359,8 @@ def read_checkpoint(
     if not files:
         weights = listing(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
         raise MissingError(
-            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but "
-            f"{weights or 'no weights at all'}; {what_to_pass(present)}"
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE}, nor an index of one of them; "
+            f"its weights: {weights or 'none'}; {what_to_pass(present)}"
         )
 
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}

@@ -198,7 +198,7 @@ def _memory_warnings(
     advice = ""
     generates_text = method.reads == "text" and not options.is_set("data")
     if generates_text:
-        advice = "; --data takes less, because nothing is sampled"
+        advice = "; pass text with --data to need less, because no text is generated then"
     return [
         f"--method {method.name} takes about {size(memory)} of memory; {device} has "
         f"{size(total)}{advice}"

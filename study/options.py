@@ -111,8 +111,8 @@ class AblateOptions(Options):
     model: str | None = option(None, argument_metavar="[MODEL]", may_change=True)
     data: tuple[str, ...] = option(
         (),
-        "Text to calibrate and train on (required with MODEL), from the sources of gqa-uptrain "
-        "except self. Repeat the "
+        "Text to calibrate and train on (required with MODEL): a file, a directory, a glob, a hub "
+        "dataset, stdlib:train, or general (short documents of many kinds). Repeat the "
         "option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         group=MAIN,

@@ -65,7 +65,7 @@ def _parse_row(line: str) -> Row:
         raise RefusedError(reason) from error
 
     if not isinstance(row, dict):
-        raise RefusedError("it is no JSON object")
+        raise RefusedError("it is not a JSON object")
     for name, kinds in _REQUIRED.items():
         if name not in row:
             raise RefusedError(f"it has no {name!r}")

@@ -515,7 +515,10 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
             b"{oops",
             "line 2 of {} is not a row of a study (it is not JSON in UTF-8); remove it, or ",
         ),
-        (b"[1, 2]", "line 2 of {} is not a row of a study (it is no JSON object); remove it, or "),
+        (
+            b"[1, 2]",
+            "line 2 of {} is not a row of a study (it is not a JSON object); remove it, or ",
+        ),
         (
             b'{"method": "mean", "groups": "two"}',
             "line 2 of {} is not a row of a study (its 'groups' is 'two'); remove it, or ",

@@ -467,8 +467,8 @@ REFUSED_PAIRS = [
     (
         "llama",
         "--data self:512",
-        "--tokens and --data self:TOKENS cannot be combined, because both determine the number "
-        "of tokens; remove --tokens, or pass --data self",
+        "--tokens has no effect if all sources of --data are self:TOKENS, which state their own "
+        "number; remove --tokens, or pass --data self",
     ),
     (
         "bart",

@@ -144,7 +144,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     assert re.match(
         r"estimate    about \d+ days on cpu, if .* on it; --method calibrated takes ", done.out
     )
-    assert "; --data takes less, because nothing is sampled\n" in done.err
+    assert "; pass text with --data to need less, because no text is generated then\n" in done.err
     # The checkpoint has no tokenizer, and only the warning matters
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *arguments, **options: None)
     assert run("-g", 2, "--data", "stdlib:train", model).err.endswith(

@@ -241,7 +241,8 @@ TRUNCATED = f"gqa-convert: {SHARDS[1]} is truncated or not a safetensors file: "
     [
         (
             lambda source: (source / INDEX).rename(source / "x.gguf"),
-            f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, ",
+            f"has neither {SINGLE} nor pytorch_model.bin, nor an index of one of them; its "
+            f"weights: {SHARDS[0]}, ",
         ),
         (shard(lambda data: data[:-9]), TRUNCATED),
         (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), TRUNCATED),

@@ -56,8 +56,8 @@ def decide_defaults(
     is_lost = teacher is None and options.teacher == AUTO_TEACHER and names_a_base
     if is_lost and ranks().is_main_process:
         watcher.warn(
-            f"there is no teacher ({teacher_text}): the model is trained on text alone. --teacher "
-            "none says so without this warning"
+            f"there is no teacher ({teacher_text}): the model is trained on text alone. To train "
+            "without a teacher on purpose, pass --teacher none"
         )
 
     options = replace(options, data=options.data or ("self",))

@@ -261,7 +261,8 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     if steps > _MOST_STEPS:
         length = next(iter(options.lengths), "the data")
         raise RefusedError(
-            f"{length} makes {steps:,} steps, more than the {_MOST_STEPS:,} of a run; pass less"
+            f"{length} makes {steps:,} steps, but a run may have at most {_MOST_STEPS:,}; pass a "
+            "smaller number"
         )
     if steps:
         return steps
