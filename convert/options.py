@@ -255,8 +255,8 @@ class ConvertOptions(Options):
             )
         if self.is_set("tokens") and self._data_states_tokens():
             raise RefusedError(
-                "--tokens has no effect if all sources of --data are self:TOKENS, which state their "
-                "own number; remove --tokens, or pass --data self"
+                "--tokens has no effect if all sources of --data are self:TOKENS, which state "
+                "their own number; remove --tokens, or pass --data self"
             )
 
         methods = [self.method]

@@ -309,6 +309,9 @@ def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
 
 
 def test_more_steps_than_a_state_can_be_named_after_are_refused(converted: Path) -> None:
-    refusal = "--steps makes 100,000,000 steps, but a run may have at most 99,999,999; pass a smaller number"
+    refusal = (
+        "--steps makes 100,000,000 steps, but a run may have at most 99,999,999; pass a smaller "
+        "number"
+    )
     uptrain(converted, "--steps", 10**8, "--dry-run").expect(2, says=refusal)
     assert plan(converted, "--steps", 10**8 - 1)["steps"] == 10**8 - 1
