@@ -34,8 +34,9 @@ from gqa.models.tokenizer import load_tokenizer
 from gqa.models.training_memory import MAX_BLOCK, activation_memory, training_memory
 
 # The rise of the drift in one layer from which on that layer is named. It rises by 2% to 6% in a
-# layer of the example model, and by 55% in one of Qwen2.5-Coder-1.5B, which is unusable.
-_STEEP_DRIFT = 0.3
+# layer of the example model. In the first layer of Qwen2.5-Coder-1.5B it rises by 55% with
+# `calibrated`, and by 23% with `refined`: both results are damaged, and usable with its heads kept.
+_STEEP_DRIFT = 0.2
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 # An estimate of memory up to this share of what there is will do: activations are known roughly.
 _SURE_SHARE = 3 / 4

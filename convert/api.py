@@ -16,7 +16,7 @@ from gqa.convert.advice import Advice
 from gqa.convert.card import model_card
 from gqa.convert.find_maps import method_errors, with_maps
 from gqa.convert.head_maps import StoredMaps
-from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.heads.family import KVCounts
 from gqa.convert.merge.options import MapsOptions
@@ -102,13 +102,33 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     It names the numbers that make the KV cache of this model smaller, or where there are none, all
     that the model can have.
     """
-    config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
-    count = config.main_heads.kv
-    allowed = valid_kv_heads(config)
-    fewer = [groups for groups in allowed if groups < count]
+    config = _config_for_any_heads(checkpoint)
     return RefusedError(
-        f"--kv-heads is missing; {checkpoint.name} has {plural(count, 'KV head')}: pass "
-        f"{alternatives(fewer or allowed)}"
+        f"--kv-heads is missing; {checkpoint.name} has {plural(config.main_heads.kv, 'KV head')}: "
+        f"pass {alternatives(_fewer_kv_heads(config) or valid_kv_heads(config))}"
+    )
+
+
+def _config_for_any_heads(checkpoint: Checkpoint) -> ModelConfig:
+    """The config of a model, in the class that allows most numbers of KV heads."""
+    return read_config(recast_as_is(checkpoint).config, checkpoint.name)
+
+
+def _fewer_kv_heads(config: ModelConfig) -> list[int]:
+    """The numbers of KV heads that make the KV cache of a model smaller."""
+    return [count for count in valid_kv_heads(config) if count < config.main_heads.kv]
+
+
+def refuse_copy(plan: Plan) -> None:
+    """Raise RefusedError if the result of a plan would be a copy of the base model."""
+    if plan.changed_tensors or plan.config_edits or plan.dtype:
+        return
+    advice = ""
+    if fewer := _fewer_kv_heads(_config_for_any_heads(plan.checkpoint)):
+        advice = f"; pass {alternatives(fewer)}"
+    raise RefusedError(
+        f"{plan.checkpoint.name} has {plural(plan.config.main_heads.kv, 'KV head')} already, so "
+        f"the result would be a copy of it{advice}"
     )
 
 

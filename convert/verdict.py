@@ -9,8 +9,8 @@ Why these thresholds:
 - x1.5: what a model of a fifth to a tenth of the parameters costs (on WikiText-2, LLaMA 7B against
   30B: x1.38, Llama 2 7B against 70B: x1.65). A smaller base model is then the better way to save
   memory.
-- 2 points of recall: more than two standard errors of a share of the 2,000 tokens that a conversion
-  scores.
+- 2 points of recall: about two standard errors of a share of the 2,000 tokens that a conversion
+  scores, so a smaller loss may be chance.
 - 10 points of recall: of passages of seven tokens, a name or a number, half are copied with an
   error that the base model does not make (0.9 ** 7 = 0.48).
 """

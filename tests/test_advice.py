@@ -109,7 +109,7 @@ RUNS: dict[str, tuple[tuple[object, ...], list[str]]] = {
         ["gqa-eval", "gqa-convert"],
     ),
     "by layer": (("-g", "1,4", "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
-    "nothing merged": (("-g", 4), []),
+    "nothing merged": (("-g", 4, "--dtype", "bfloat16"), []),
 }
 
 

@@ -233,7 +233,8 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
 )
 def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
     """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
-    done = run("--kv-heads", groups, "--method", "first", llama(tmp_path / "m"))
+    words = ("--method", "first", "--dtype", "float32")
+    done = run("--kv-heads", groups, *words, llama(tmp_path / "m"))
     done.expect()
     assert leftovers(tmp_path) == []
     assert (tmp_path / name / "config.json").is_file()

@@ -23,6 +23,7 @@ from support.checkpoints import (
     SIDE_FILES,
     V0,
     Tensors,
+    check_refused,
     config,
     leftovers,
     llama,
@@ -399,6 +400,16 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         f"{name}-gqa2-mean",
         f"{name}-mqa-mean",
     }
+
+
+def test_a_conversion_that_would_be_a_copy_is_refused(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    check_refused(
+        run(model, "--kv-heads", 4),
+        "m has 4 KV heads already, so the result would be a copy of it; pass 1 or 2",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    run(model, "--kv-heads", 4, "--dtype", "bfloat16").expect()
 
 
 def test_as_many_heads_as_before_give_a_warning(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def convert_quietly(*words: object) -> dict[str, Tensor]:
 # The source, arguments of the conversion, and what loads the result, with its own code or not.
 CARDS: dict[str, tuple[str, str, str, bool]] = {
     "same class": ("llama", "-g 2 --method mean", "AutoModelForCausalLM", False),
-    "no heads merged": ("llama", "-g 4", "AutoModelForCausalLM", False),
+    "no heads merged": ("llama", "-g 4 --dtype float32", "AutoModelForCausalLM", False),
     "expanded": ("grouped", "-g 4", "AutoModelForCausalLM", False),
     "measured": (
         "llama",
