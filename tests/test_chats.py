@@ -110,7 +110,7 @@ def test_a_template_that_writes_earlier_turns_in_another_way_is_refused() -> Non
     assert len(encoded(LAST_THINKS, chat(0))) == 1
 
     with pytest.raises(
-        RefusedError, match=r"writes message 2 of a chat in another way.*add .* marks"
+        RefusedError, match=r"formats message 2 of a chat differently.*add .* marks"
     ):
         encoded(LAST_THINKS, chat(0), assistant_only_loss=True)
 

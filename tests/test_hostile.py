@@ -195,7 +195,7 @@ CASES: Cases = {
         )
     },
     # which weights
-    "no weights": (remove(SINGLE), ("no weights at all", "pass a checkpoint")),
+    "no weights": (remove(SINGLE), ("its weights: none", "pass a checkpoint")),
     "weights of another name": (
         settings(transformers_weights="mine.safetensors"),
         ("names another file of weights, 'mine.safetensors'", "rename it to"),
