@@ -263,7 +263,7 @@ def _resolved(directory: Path, name: str) -> Path:
     path = directory / name
     try:
         real = path.resolve(strict=True)
-    except PermissionError:
+    except PermissionError:  # it exists, and the system's own words say what is wrong
         raise
     # It is missing, a link to itself, or has an impossible name.
     except (OSError, RuntimeError, ValueError) as error:
@@ -451,7 +451,11 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
     table = []
     end = 0
     repeated_bytes = 0
-    items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
+    # What is no dict has no tensors with names either: the check below refuses it, and shows it.
+    items: list[tuple[Any, Any]] = [(state, None)]
+    if isinstance(state, dict):
+        items = [*state.items()]
+
     for name, tensor in items:
         dtype = _storage_dtype(name, tensor)
         if dtype is None:
@@ -468,8 +472,9 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
                 f"{file} repeats stored numbers to tensors larger than itself: {name[:99]!r}; save "
                 "the checkpoint as safetensors first"
             )
+
         begin = end
-        end = end + tensor.nbytes
+        end += tensor.nbytes
         table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, begin, end))
     return {name: tensor.detach() for name, tensor in state.items()}, table
 

@@ -35,7 +35,8 @@ from gqa.models.training_memory import MAX_BLOCK, activation_memory, training_me
 
 # The rise of the drift in one layer from which on that layer is named. It rises by 2% to 6% in a
 # layer of the example model. In the first layer of Qwen2.5-Coder-1.5B it rises by 55% with
-# `calibrated`, and by 23% with `refined`: both results are damaged, and usable with its heads kept.
+# `calibrated`, and by 23% where `refined` has adjusted that layer: both results are damaged, while
+# one that keeps the layer's heads is a trade-off.
 _STEEP_DRIFT = 0.2
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 # An estimate of memory up to this share of what there is will do: activations are known roughly.
@@ -97,17 +98,20 @@ class Advice:
         """A warning that names the layer in which the loss begins, and the conversion that keeps
         all KV heads there; none if no layer stands out, or if the model's layers cannot differ.
         """
-        layer = self._lossy_layer
-        plan = None if layer is None else self._plan_that_keeps(layer)
-        if layer is None or plan is None or self.maps is None:
+        drifts = self.maps.drifts if self.maps else ()
+        layer = _steepest_layer(drifts)
+        if layer is None:
+            return
+        plan = self._plan_that_keeps(layer)
+        if plan is None:
             return
 
         command = self.conversion_command(plan.method, plan)
         if command:
             yield (
                 f"the loss begins in layer {layer + 1} of {plan.config.layers}: behind it, the "
-                f"hidden states differ from the base model's by {self.maps.drifts[layer]:.0%}. "
-                f"This keeps all KV heads of that layer: {command}"
+                f"hidden states differ from the base model's by {drifts[layer]:.0%}. This keeps "
+                f"all KV heads of that layer: {command}"
             )
 
     def _unmeasured(self) -> str:
@@ -185,16 +189,6 @@ class Advice:
     def _loss(self) -> Loss:
         """What the result has lost, as far as it was measured."""
         return quality_loss(self.maps)
-
-    @property
-    def _lossy_layer(self) -> int | None:
-        """The index of the layer in which the loss begins: that at which the drift rises most;
-        None if it rises steeply nowhere.
-        """
-        drifts = self.maps.drifts if self.maps else ()
-        rises = [after - before for before, after in pairwise([0.0, *drifts])]
-        steepest = max(rises, default=0.0)
-        return rises.index(steepest) if steepest >= _STEEP_DRIFT else None
 
     def _plan_that_keeps(self, layer: int) -> Plan | None:
         """The same conversion, but with all KV heads of one layer; None if the layers of the model
@@ -408,6 +402,16 @@ def _frozen_matrices(plan: Plan, attention: tuple[str, ...]) -> Iterator[OutputT
         is_matrix = len(one.shape) == 2
         if is_in_layer and is_matrix and not is_expert and not one.name.startswith(attention):
             yield one
+
+
+def _steepest_layer(drifts: Sequence[float]) -> int | None:
+    """The index of the layer in which the loss begins: that at which the drift rises most; None if
+    it rises steeply nowhere.
+    """
+    rises = [after - before for before, after in pairwise([0.0, *drifts])]
+    if not rises or max(rises) < _STEEP_DRIFT:
+        return None
+    return rises.index(max(rises))
 
 
 def _are_beside(path: Path, other: Path) -> bool:

@@ -92,10 +92,9 @@ def command(options: ConvertOptions) -> None:
     with quiet_transformers():  # what matters of its hints is in our errors
         with Watcher(options.quiet) as watcher:
             plan = prepare(options, watcher)
+        refuse_copy(plan)
         if options.dry_run:  # else they are printed with those of the result
             _warn(plan.warnings)
-        else:
-            refuse_copy(plan)
         if _is_typed("method") and not plan.method.merges:
             _say(
                 "note        --method is not used: none of the "

@@ -187,6 +187,8 @@ def operand(name: str) -> str:
 class TerminatedError(SystemExit):
     """SIGTERM ends the command: as an exit, so that no handler of errors takes it for one."""
 
+    code: int
+
 
 def _terminate(number: int, frame: object) -> NoReturn:
     raise TerminatedError(128 + number)
@@ -210,13 +212,13 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     except click.ClickException as error:
         message = _describe_usage(error)
         separator = "; see"
-        if message.endswith("?"):
+        if message.endswith("?"):  # a question is a sentence of its own
             separator = " See"
         fail(program, f"{message}{separator} {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
     except TerminatedError as error:
-        fail(program, f"terminated; {interrupted}", int(str(error)))
+        fail(program, f"terminated; {interrupted}", error.code)
     except Exception as error:  # always one line; -v adds the traceback
         # The options may not have been read when the error occurred. -qv counts, too.
         is_verbose = any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv)

@@ -14,8 +14,8 @@ from gqa.core.errors import CorpusError, listing
 from gqa.corpus.readers import allowed_files, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
-# Names of splits: the words by which a path has them anywhere, and those that other words contain,
-# which must be a whole part of the path.
+# Splits, with two patterns of the words that name them in a path. The first may stand next to other
+# words, as in my-train-data; the second must be alone between slashes, because others contain it.
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("valid|validation", "val"),
@@ -37,7 +37,8 @@ def find_files(spec: str) -> tuple[Path, ...]:
     Raises CorpusError if there is no such file, if the files have several formats, or if a
     directory holds several splits.
     """
-    # Not by pathlib, which raises if there is no user of that name, or if a name is too long
+    # By os.path: pathlib raises for `~name` if there is no such user, and for a name that is too
+    # long.
     path = Path(os.path.expanduser(spec))
     is_file = os.path.isfile(path)
     is_directory = os.path.isdir(path)

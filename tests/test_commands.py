@@ -243,7 +243,7 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
 
 def test_a_method_that_has_nothing_to_do_is_told_of_if_it_was_typed(tmp_path: Path) -> None:
     """The default one too."""
-    words = ("--kv-heads", 4, "--dry-run", llama(tmp_path / "m"))
+    words = ("--kv-heads", 4, "--dtype", "bfloat16", "--dry-run", llama(tmp_path / "m"))
     assert "note        --method is not used: " in run(*words, "--method", "refined").out
     assert "note " not in run(*words).out
 

@@ -404,18 +404,17 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_conversion_that_would_be_a_copy_is_refused(tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
-    check_refused(
-        run(model, "--kv-heads", 4),
-        "m has 4 KV heads already, so the result would be a copy of it; pass 1 or 2",
-    )
+    refusal = "m has 4 KV heads already, so the result would be a copy of it; pass 1 or 2"
+    check_refused(run(model, "--kv-heads", 4), refusal)
+    check_refused(run(model, "--kv-heads", 4, "--dry-run"), refusal)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     run(model, "--kv-heads", 4, "--dtype", "bfloat16").expect()
 
 
 def test_as_many_heads_as_before_give_a_warning(tmp_path: Path) -> None:
-    """The result is a copy, which somebody who mistyped a number would not expect."""
+    """Only the dtype changes, which somebody who mistyped a number would not expect."""
     model = llama(tmp_path / "m")
-    done = run(model, "--kv-heads", 4, "--dry-run")
+    done = run(model, "--kv-heads", 4, "--dtype", "bfloat16", "--dry-run")
     done.expect(
         out=None,
         err="warning: m has 4 KV heads already: no heads are merged, and the KV cache stays as "
