@@ -156,15 +156,18 @@ def layer_lines(maps: StoredMaps | None) -> list[str]:
     if maps is None or not maps.errors:
         return []
 
-    errors = ["-" if error is None else f"{error:.2g}" for error in maps.errors]
-    drifts = [f"{drift:.0%}" for drift in maps.drifts]
     return [
         "layers      relative squared error of the attention output (not of the model), layer by "
         "layer:",
-        *_rows(errors),
+        *_rows([_error_cell(error) for error in maps.errors]),
         "drift       difference of the hidden states from the base model's, behind each layer:",
-        *_rows(drifts),
+        *_rows([f"{drift:.0%}" for drift in maps.drifts]),
     ]
+
+
+def _error_cell(error: float | None) -> str:
+    """The error of a layer; a dash for a layer that was not fitted."""
+    return "-" if error is None else f"{error:.2g}"
 
 
 def _rows(cells: Sequence[str]) -> Iterator[str]:

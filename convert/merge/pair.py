@@ -40,15 +40,16 @@ class StreamPair:
         """How far the converted model's hidden states are from the base model's: the median over
         all tokens of |converted - base| / |base|. Padding does not count.
         """
-        base = self.base.hidden
-        is_text = self.base.is_text
-        differences = []
-        for block, converted in enumerate(self.converted.hidden):  # one at a time to save memory
-            wanted = base[block].float()
-            difference = (converted.float() - wanted).norm(dim=-1)
-            relative = difference / wanted.norm(dim=-1).clamp_min(_LEAST_NORM)
-            differences.append(relative if is_text is None else relative[is_text[block]])
-        return float(torch.cat(differences).median())
+        rows = []
+        blocks = zip(self.base.hidden, self.converted.hidden, strict=True)
+        for base, converted in blocks:  # one at a time to save memory
+            difference = (converted.float() - base.float()).norm(dim=-1)
+            rows.append(difference / base.float().norm(dim=-1).clamp_min(_LEAST_NORM))
+
+        drifts = torch.stack(rows)  # (N, T)
+        if self.base.is_text is not None:
+            drifts = drifts[self.base.is_text]
+        return float(drifts.median())
 
 
 class ModelPair:
