@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import shutil
 import signal
 import sys
@@ -109,6 +110,16 @@ def _configs_are_not_printed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_are_those_of_a_new_process() -> None:
+    """What a test draws does not depend on the tests before it, nor on the worker that it runs in."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
