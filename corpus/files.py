@@ -72,7 +72,7 @@ def _no_files(spec: str, path: Path) -> str:
     if os.path.isdir(path):
         return f"the directory {spec} has no file of a supported kind; {allowed}"
     if os.path.lexists(path):
-        return f"{spec} is not a file of a supported kind; {allowed}"
+        return f"{spec} is not a file of a supported kind; {allowed}; name plain text .txt"
     if glob.has_magic(spec):
         return f"no file of a supported kind matches {spec}; {allowed}"
     if spec.endswith("/"):

@@ -109,6 +109,9 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
         text = read_text(subjects, options, context)
         results["text"] = {"data": ", ".join(options.data), **text.record()}
 
+    if state.is_main_process:
+        _warn_if_unrelated(subjects, options)
+
     if options.decode:
         # One process measures: other ranks would disturb it.
         with _memory_advice("lower --decode-batches or --decode-contexts"):
@@ -163,6 +166,23 @@ def _warn_if_swapped(subjects: Sequence[Subject], options: EvaluateOptions) -> N
                 f"if it were the converted model; pass the base model {other.name} first"
             )
             return
+
+
+def _warn_if_unrelated(subjects: Sequence[Subject], options: EvaluateOptions) -> None:
+    """Warn of models that cannot be conversions of the first: layers of another number or width."""
+    baseline = subjects[0]
+    for subject in subjects[1:]:
+        if _shape(subject) != _shape(baseline):
+            Watcher(options.quiet).warn(
+                f"{subject.name} has {_shape(subject)}, {baseline.name} {_shape(baseline)}: it is "
+                "another model, not a conversion of it"
+            )
+
+
+def _shape(subject: Subject) -> str:
+    """The number and the width of a model's layers, in words."""
+    config = subject.config.get_text_config(decoder=True)
+    return f"{config.num_hidden_layers} layers of width {config.hidden_size}"
 
 
 def _measures_recall(options: EvaluateOptions, baseline: Subject) -> bool:

@@ -107,7 +107,9 @@ def _saved_and_lost(first: Record, model: Record) -> str:
 
 
 def _compared_heads(before: float, after: float) -> str:
-    """`2 of 8 KV heads: `, or `2 -> 8 KV heads: ` if there are more than before."""
+    """`2 of 8 KV heads: `, `all 8 KV heads: `, or `2 -> 8 KV heads: ` if there are more."""
+    if after == before:
+        return f"all {after} KV heads: "
     if after > before:
         return f"{before} -> {after} KV heads: "
     return f"{after} of {before} KV heads: "
@@ -255,6 +257,8 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
             f"batch: sequences of {memory['context']:,} tokens that fit into "
             f"{size(memory['bytes'])} with the weights (activations not counted)"
         )
+        if any(model.get("kv_cache", {}).get("fits", {}).get("batch") == 0 for model in models):
+            note += "; 0: not even one does"
     context = next((model["kv_cache"]["context"] for model in models if "kv_cache" in model), 0)
     columns = [
         _NAME,

@@ -114,7 +114,7 @@ def _configs_are_not_printed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _random_numbers_are_those_of_a_new_process() -> None:
-    """What a test draws does not depend on the tests before it, nor on the worker that it runs in."""
+    """What a test draws does not depend on the tests that its process has run before."""
     random.seed(0)
     if "torch" in sys.modules:
         import torch

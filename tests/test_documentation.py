@@ -193,8 +193,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Conversions that other pages than their own train further
     quickstart = root / "examples/stdlib-mha-gqa2-refined"
     convert_checkpoint(root / "stdlib-mha", 2, quickstart, method="mean")
-    guide = root / "Llama-2-7b-hf-gqa8-refined"
-    convert_checkpoint(root / "Llama-2-7b-hf", 8, guide, method="mean")
+    guide = root / "Llama-2-7b-hf-gqa16-refined"
+    convert_checkpoint(root / "Llama-2-7b-hf", 16, guide, method="mean")
     texts = [
         json.loads(line)["text"]
         for line in write_corpus(root / "corpus.jsonl").read_text().splitlines()

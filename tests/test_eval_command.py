@@ -446,6 +446,25 @@ def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
     in_order.expect(err="")
 
 
+def test_a_model_of_another_shape_gives_a_warning(small: Path) -> None:
+    done = run(*words(f"{SOURCE} {small} --memory 1GiB -q"), program="gqa-eval")
+    done.expect(
+        err=(
+            "warning: model has 2 layers of width 32, stdlib-mha 6 layers of width 256: it is "
+            "another model, not a conversion of it\n"
+        )
+    )
+
+
+def test_a_batch_of_none_is_explained() -> None:
+    options = "--context 512 -q --memory"
+    note = "; 0: not even one does"
+    too_little = run(*words(f"{SOURCE} G2 {options} 12MiB"), program="gqa-eval")
+    assert note in too_little.out
+    enough = run(*words(f"{SOURCE} G2 {options} 64MiB"), program="gqa-eval")
+    assert note not in enough.out
+
+
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ctrl-C while the first model is scored
     monkeypatch.setattr(evaluate, "score", lambda *args, **more: signal.raise_signal(signal.SIGINT))

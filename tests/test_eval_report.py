@@ -326,12 +326,12 @@ def recall(*shares: float) -> dict[str, Any]:
             "damaged",
             "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
-        ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "8 of 8 KV heads: KV cache 2x larger"),
+        ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "all 8 KV heads: KV cache 2x larger"),
         (
             {},
             {"quality": {}, "against_baseline": {"ratio": 1234.5}},
             "damaged",
-            "8 of 8 KV heads: the same KV cache, perplexity x1,234, recall not measured",
+            "all 8 KV heads: the same KV cache, perplexity x1,234, recall not measured",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
     allowed = f"allowed are {allowed_files()}"
     refused |= {
         "../none/": "there is no directory '../none/'; check the path",
-        "notes": f"notes is not a file of a supported kind; {allowed}",
+        "notes": f"notes is not a file of a supported kind; {allowed}; name plain text .txt",
         "deep/empty": f"the directory deep/empty has no file of a supported kind; {allowed}",
         "*.csv": f"no file of a supported kind matches *.csv; {allowed}",
     }
