@@ -109,7 +109,7 @@ class Advice:
         command = self.conversion_command(plan.method, plan)
         if command:
             yield (
-                f"the loss begins in layer {layer + 1} of {plan.config.layers}: behind it, the "
+                f"the loss begins in layer {layer + 1} of {plan.config.layers}: after it, the "
                 f"hidden states differ from the base model's by {drifts[layer]:.0%}. This keeps "
                 f"all KV heads of that layer: {command}"
             )

@@ -161,7 +161,7 @@ class StoredMaps:
         description: What made them, as JSON: the method, its options, the text.
         errors: If the method reads text, for each layer the largest `FittedModule.error` of its
             modules; None for a layer in which nothing is merged.
-        drifts: If the method reads text, how far the hidden states behind each layer are from those
+        drifts: If the method reads text, how far the hidden states after each layer are from those
             of the base model (`StreamPair.drift`).
         quality: Of both models on held-out text (`QualityCheck`); None if not measured.
     """

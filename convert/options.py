@@ -35,8 +35,8 @@ class ConvertOptions(Options):
     kv_heads: int | tuple[int, ...] | None = option(
         None,
         "Number of KV heads of the result (required, unless --kv-budget is passed): a divisor of "
-        "the model's number, or, to repeat heads, a "
-        "multiple of it that divides the query heads. For different numbers per layer, pass one "
+        "the model's number; or, to expand the model (repeat its heads), a multiple of it that "
+        "divides the query heads. For different numbers per layer, pass one "
         "number for each layer, like 3,1,1,3.",
         KVHeads(),
         short="-g",

@@ -205,6 +205,8 @@ def check_kv_heads(config: ModelConfig, requested: KVCounts, kv_heads: KVCounts,
         option += f" of layer {kv_heads.index(worst)}"
         suggested = allowed
     why = f"is not possible for the {main.kv} KV heads and {main.query} query heads of {name}"
+    if worst > main.query:
+        why = f"is more than the {main.query} query heads of {name}"
     if worst < main.kv and main.kv % worst:
         why = f"does not divide the {main.kv} KV heads of {name}"
     note = f" ({config.family.note})" if config.family.note else ""

@@ -150,7 +150,7 @@ def quality_loss(maps: StoredMaps | None) -> Loss:
 
 
 def layer_lines(maps: StoredMaps | None) -> list[str]:
-    """The error of each layer that was fitted to text, and the drift behind it; none if no layer
+    """The error of each layer that was fitted to text, and the drift after it; none if no layer
     was.
     """
     if maps is None or not maps.errors:
@@ -160,7 +160,7 @@ def layer_lines(maps: StoredMaps | None) -> list[str]:
         "layers      relative squared error of the attention output (not of the model), layer by "
         "layer:",
         *_rows([_error_cell(error) for error in maps.errors]),
-        "drift       difference of the hidden states from the base model's, behind each layer:",
+        "drift       difference of the hidden states from the base model's, after each layer:",
         *_rows([f"{drift:.0%}" for drift in maps.drifts]),
     ]
 

@@ -236,6 +236,10 @@ def _describe_usage(error: click.ClickException) -> str:
             message += f"; did you mean {alternatives(error.possibilities)}?"
         return message
 
+    extra = re.match(r"Got unexpected extra arguments? \((.*)\)", error.format_message())
+    if extra:
+        return f"too many arguments: {extra[1]}"
+
     is_missing = isinstance(error, click.MissingParameter)
     if isinstance(error, click.BadParameter) and error.param is not None and not is_missing:
         names = [name for name in error.param.opts if name.startswith("--")]

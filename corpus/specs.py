@@ -153,6 +153,12 @@ def parse_source(
     )
 
 
+def is_hub_dataset(spec: str) -> bool:
+    """Whether a spec names a data set of the hub: neither built-in or generated text, nor files."""
+    is_built_in = _name_of(spec) in map(_name_of, BUILT_IN)
+    return not (is_built_in or is_self(spec) or _names_files(spec))
+
+
 def _built_in_source(spec: str, columns: tuple[str, ...]) -> Source:
     """Built-in text. Raises CorpusError if the text of this name has no such part."""
     if spec not in BUILT_IN:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ CacheBits = int | str  # what --cache-bits calls a format: a key of CACHE_FORMAT
 
 QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and step of a group, 16 bits each
+_LEAST_SCALE = 1e-6  # of vLLM's caches
+_SIGNS_SEED = 0x9E3779B9  # that of vLLM's `int4_per_token_head`
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,72 @@ def one_byte_each(dim: int) -> int:
     return dim
 
 
+# ------------------------------------------------- vLLM's caches that have a scale for each head
+
+
+def round_to_int8_per_head(heads: Tensor) -> Tensor:
+    """Keys or values (..., d), rounded as in vLLM's `int8_per_token_head`: to multiples of a scale,
+    which is the largest magnitude of the d numbers over 127.
+    """
+    numbers = heads.float()
+    scale = (numbers.abs().amax(-1, keepdim=True) / 127).clamp_min(_LEAST_SCALE)
+    codes = _round_halves_away(numbers / scale).clamp(-128, 127)
+    rounded: Tensor = (codes * scale).to(heads.dtype)
+    return rounded
+
+
+def round_to_int4_per_head(heads: Tensor) -> Tensor:
+    """Keys or values (..., d), rounded as in vLLM's `int4_per_token_head`: rotated, so that no
+    number is far larger than the others; then to 16 equal steps between the least and the largest
+    of the d numbers, one of which is 0 if it lies between them; and rotated back.
+
+    vLLM keeps 4 of the last bits of a scale for the code of 0; this rounding of the scale is left
+    out.
+    """
+    rotation = _rotation(heads.shape[-1]).to(heads.device)
+    numbers = heads.float() @ rotation
+    least = numbers.amin(-1, keepdim=True)
+    most = numbers.amax(-1, keepdim=True)
+
+    scale = ((most - least) / 15).clamp_min(_LEAST_SCALE)
+    code_of_zero = _round_halves_away(-least / scale).clamp(0, 15)
+    codes = _round_halves_away(numbers / scale + code_of_zero).clamp(0, 15)
+
+    rounded: Tensor = ((codes - code_of_zero) * scale) @ rotation.T
+    return rounded.to(heads.dtype)
+
+
+@cache
+def _rotation(dim: int) -> Tensor:
+    """(d, d) orthogonal: random signs, then a Hadamard matrix, in each run of b numbers, where b is
+    the largest power of two that divides d.
+    """
+    import torch
+
+    size = dim & -dim
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.cat(
+            [torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]
+        )
+    generator = torch.Generator().manual_seed(_SIGNS_SEED)
+    signs = 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
+    in_a_run = signs[:, None] * hadamard / math.sqrt(size)
+    rotation: Tensor = torch.block_diag(*[in_a_run] * (dim // size))
+    return rotation
+
+
+def _round_halves_away(numbers: Tensor) -> Tensor:
+    """Numbers rounded to whole ones, halves away from zero."""
+    rounded: Tensor = (numbers.abs() + 0.5).floor().copysign(numbers)
+    return rounded
+
+
+def bytes_per_scaled_head(dim: int, bits: int) -> int:
+    """Bytes of a key or a value of `dim` numbers, with one scale of 32 bits."""
+    return math.ceil(dim * bits / 8) + 4
+
+
 # By what --cache-bits calls them.
 CACHE_FORMATS: dict[CacheBits, CacheFormat] = {
     2: in_groups(2),
@@ -121,4 +189,14 @@ CACHE_FORMATS: dict[CacheBits, CacheFormat] = {
     7: in_groups(7),
     8: in_groups(8),
     "fp8": CacheFormat("fp8", round=round_to_fp8, bytes_per_head=one_byte_each),
+    "int8_per_token_head": CacheFormat(
+        "int8_per_token_head",
+        round=round_to_int8_per_head,
+        bytes_per_head=partial(bytes_per_scaled_head, bits=8),
+    ),
+    "int4_per_token_head": CacheFormat(
+        "int4_per_token_head",
+        round=round_to_int4_per_head,
+        bytes_per_head=partial(bytes_per_scaled_head, bits=4),
+    ),
 }

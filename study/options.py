@@ -119,7 +119,8 @@ class AblateOptions(Options):
     )
     validation: str | None = option(
         None,
-        "Text to evaluate on. It chooses the weights of each training, too, as in gqa-uptrain.",
+        "Text to evaluate on. It chooses the weights of each training, too, so its figures are "
+        "slightly optimistic: measure the model that you choose on other text.",
         alias="--heldout",
         metavar="SOURCE",
         group=MAIN,

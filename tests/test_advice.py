@@ -263,7 +263,7 @@ def test_the_layer_in_which_a_loss_begins_is_named_with_a_conversion_that_keeps_
     (made,) = [path for path in here.iterdir() if path.name not in MODELS]
     first, second = json.loads((made / "gqa_conversion.json").read_text())["layer_drifts"]
     layer = 0 if first >= second - first else 1
-    assert f"the loss begins in layer {layer + 1} of 2: behind it, the hidden states" in done.err
+    assert f"the loss begins in layer {layer + 1} of 2: after it, the hidden states" in done.err
 
     (words,) = [words for words in advised(done) if "," in parse_heads(words)]
     kept = ["2", "2"]

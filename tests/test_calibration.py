@@ -56,7 +56,7 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
 
 
 def hidden_states(directory: Path) -> list[Tensor]:
-    """What transformers computes behind each layer, of the ids that are calibrated on."""
+    """What transformers computes after each layer, of the ids that are calibrated on."""
     states: list[Tensor] = []
     model = load_tiny(TINY["llama+bias"], directory)
     for layer in model.model.layers:

@@ -509,3 +509,12 @@ def test_the_number_of_heads_has_the_names_of_the_field_and_of_the_paper(
     done = run(small, name, 2, "--method", "mean", "-q", "-o", tmp_path / "out")
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
+
+
+def test_a_dry_run_says_that_a_source_is_no_file(small: Path) -> None:
+    """As a mistyped name of a file is none; but generated and built-in text needs no file."""
+    words = ["--kv-heads", 2, "--dry-run", small, "--data"]
+    note = "no file here: a data set of the hub"
+    assert note not in run(*words, "self,general").out
+    shown = run(*words, "self,train.jsnl").out
+    assert f"data        train.jsnl ({note}, which a dry run does not look up)\n" in shown

@@ -27,13 +27,15 @@ from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods.maps_method import MapsMethod
 from gqa.convert.methods.table import METHODS
 from gqa.core.errors import RefusedError
-from gqa.eval import decode
+from gqa.eval import cache_formats, decode
 from gqa.eval.cache_formats import (
     CACHE_FORMATS,
     CacheBits,
     groups_per_head,
     round_in_groups,
     round_to_fp8,
+    round_to_int4_per_head,
+    round_to_int8_per_head,
 )
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
@@ -119,6 +121,82 @@ def test_fp8_rounds_numbers_halfway_to_the_even_code() -> None:
     assert round_to_fp8(halfway).tolist() == [16.0, 20.0, -16.0, 0.0]
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_int8_per_head_rounds_to_multiples_of_one_scale(dim: int) -> None:
+    """The largest magnitude over 127, of vLLM's `int8_per_token_head`; halves away from zero."""
+    generator = torch.Generator().manual_seed(dim)
+    codes = torch.randint(-127, 128, (3, 5, dim), generator=generator).float()
+    codes[..., 0] = -127
+    on_the_grid = codes * 0.25
+    assert round_to_int8_per_head(on_the_grid).equal(on_the_grid)
+
+    halfway = on_the_grid.clone()
+    halfway[..., 1], halfway[..., 2] = 0.625, -0.625
+    rounded = round_to_int8_per_head(halfway)
+    assert rounded[..., 1].eq(0.75).all()
+    assert rounded[..., 2].eq(-0.75).all()
+
+    drawn = torch.randn(3, 5, dim, generator=generator)
+    away = (round_to_int8_per_head(drawn) - drawn).abs().amax(-1)
+    scale = drawn.abs().amax(-1) / 127
+    assert (away <= 0.501 * scale).all()
+    assert (away > 0.3 * scale).all()
+    assert round_to_int8_per_head(torch.zeros(2, dim)).equal(torch.zeros(2, dim))
+
+
+def hadamard(size: int) -> Tensor:
+    """By its definition: the sign of an entry is the parity of the common bits of its indices."""
+    indices = range(size)
+    return torch.tensor(
+        [[(-1.0) ** (row & column).bit_count() for column in indices] for row in indices]
+    )
+
+
+@pytest.mark.parametrize(("dim", "run"), [(64, 64), (80, 16), (128, 128)])
+def test_int4_per_head_rounds_rotated_numbers_to_16_steps(dim: int, run: int) -> None:
+    """A Hadamard matrix in each run of numbers, after signs that are recovered from what the
+    rounding leaves as it is.
+    """
+    rotation = cache_formats._rotation(dim)
+    signs = rotation[:run, 0].sign()
+    expected = signs[:, None] * hadamard(run) / math.sqrt(run)
+    assert rotation.allclose(torch.block_diag(*[expected] * (dim // run)))
+    assert set(signs.tolist()) == {-1.0, 1.0}
+
+    generator = torch.Generator().manual_seed(dim)
+    codes = torch.randint(0, 16, (3, 5, dim), generator=generator).float()
+    codes[..., 0], codes[..., 1] = 0, 15
+    on_the_grid = (codes - 6) * 0.25 @ rotation.T
+    assert round_to_int4_per_head(on_the_grid).allclose(on_the_grid, atol=1e-5)
+
+    drawn = torch.randn(3, 5, dim, generator=generator)
+    rotated = drawn @ rotation
+    step = (rotated.amax(-1) - rotated.amin(-1)) / 15
+    away = ((round_to_int4_per_head(drawn) - drawn) @ rotation).abs().amax(-1)
+    # The code of 0 is a whole number, so the numbers at the edges can move by another half.
+    assert (away <= 1.001 * step).all()
+    assert (away > 0.3 * step).all()
+    assert round_to_int4_per_head(torch.zeros(2, dim)).equal(torch.zeros(2, dim))
+
+
+def test_int4_per_head_spreads_one_large_number() -> None:
+    """For which plain rounding has steps that are too large for the others."""
+    heads = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    heads[:, 7] = 50
+    others = torch.arange(64) != 7
+
+    def lost(rounded: Tensor) -> float:
+        return float((rounded - heads)[:, others].square().mean())
+
+    assert lost(round_to_int4_per_head(heads)) < 0.5 * lost(round_in_groups(heads, 4))
+
+
+@pytest.mark.parametrize(("bits", "size"), [(8, 132), (4, 68)])
+def test_a_scaled_head_has_the_bytes_of_vllm(bits: int, size: int) -> None:
+    cache_format = CACHE_FORMATS[f"int{bits}_per_token_head"]
+    assert cache_format.bytes_per_head(128) == size
+
+
 def round_to_3_bits(heads: Tensor) -> Tensor:
     return round_in_groups(heads, 3)
 
@@ -137,7 +215,15 @@ class RoundedCache(DynamicCache):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gqa_gpt2", "by layer"])
-@pytest.mark.parametrize(("bits", "rounded"), [(3, round_to_3_bits), ("fp8", nearest_e4m3)])
+@pytest.mark.parametrize(
+    ("bits", "rounded"),
+    [
+        (3, round_to_3_bits),
+        ("fp8", nearest_e4m3),
+        ("int8_per_token_head", round_to_int8_per_head),
+        ("int4_per_token_head", round_to_int4_per_head),
+    ],
+)
 def test_attention_reads_what_a_cache_of_these_bits_gives_back(
     name: str, bits: CacheBits, rounded: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
@@ -157,9 +243,9 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(
         )
         quantize_cache(model, CACHE_FORMATS[bits], 2, "m")
         logits = model(input_ids=IDS, use_cache=False).logits
-    # A product's rounding may move it by a step
+    # A product's rounding may move it by a step, which 8 bits feel most
     assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
-    assert (logits - expected).abs().mean() < 0.01 * (plain - expected).abs().mean()
+    assert (logits - expected).abs().mean() < 0.05 * (plain - expected).abs().mean()
 
 
 def test_a_class_with_attention_code_of_its_own() -> None:

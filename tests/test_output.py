@@ -39,12 +39,12 @@ NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
 NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
     "--kv-heads 3 m": "--kv-heads 3 does not divide the 4 KV heads of m; pass 1, 2 or 8",
-    "--kv-heads 16 m": "pass 1, 2 or 8",
+    "--kv-heads 16 m": "--kv-heads 16 is more than the 8 query heads of m; pass 1, 2 or 8",
     **{
         f"--kv-heads {word} m": f"'{word}' is not a number of KV heads; pass a positive whole"
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
-    "-g2 m a b": "unexpected extra argument",
+    "-g2 m a b": "too many arguments: a b",
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
     "-g2": "pass the model: a directory with config.json, or a hub id; see gqa-convert --help",

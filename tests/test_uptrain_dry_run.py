@@ -121,6 +121,23 @@ def test_a_dry_run_counts_the_steps_of_a_run(converted: Path, words: tuple[objec
 def test_steps_that_depend_on_text_are_not_counted(converted: Path) -> None:
     planned = plan(converted, "--data", material() / "data.jsonl", "--alpha", 0.1)
     assert (planned["steps"], planned["tokens_per_step"], planned["activations"]) == (None,) * 3
+    shown = uptrain(converted, "--data", "stdlib:train", "--alpha", 0.1, "--dry-run").out
+    assert line(shown, "length ") == "length      0.1 of the data, which a dry run does not count"
+
+
+def test_a_dry_run_says_that_a_source_is_no_file(converted: Path) -> None:
+    """As a mistyped name of a file is none."""
+    shown = uptrain(converted, "--data", "stdlib:train,train.jsnl", "--dry-run").out
+    note = "no file here: a data set of the hub, which a dry run does not look up"
+    assert line(shown, "data ") == f"data        stdlib:train, train.jsnl ({note})"
+
+
+def test_a_dry_run_says_why_a_step_has_more_blocks(converted: Path) -> None:
+    given = [converted, "--context", 64, "--tokens", "4K", "--dry-run"]
+    by_default = line(uptrain(*given).out, "steps ")
+    rounded = line(uptrain(*given, "--micro-batch", 16).out, "steps ")
+    assert "micro-batch" not in by_default
+    assert "each of 16 blocks, a multiple of --micro-batch (1,024 tokens)" in rounded
 
 
 def test_activations_follow_the_options_that_change_them(converted: Path) -> None:

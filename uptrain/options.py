@@ -158,7 +158,7 @@ class TrainOptions(Options):
     )
     validation_tokens: int = option(
         8192,
-        "Most tokens of validation text, in whole blocks; at least one block.",
+        "Upper limit of validation tokens, in whole blocks; at least one block.",
         tokens_type(),
         alias="--heldout-tokens",
         metavar="COUNT",
@@ -198,8 +198,8 @@ class TrainOptions(Options):
     )
     micro_batch: int | None = option(
         None,
-        "Blocks that one process runs at once; lower it if memory runs out.  [default: batch size "
-        "/ processes]",
+        "Blocks that one process runs at once; lower it if memory runs out. Without --batch-size, "
+        "the batch becomes a multiple of it.  [default: batch size / processes]",
         COUNT,
         may_change=True,
         group="Batches",
@@ -279,9 +279,9 @@ class TrainOptions(Options):
     keep_state: bool = option(False, "Keep DIR-state after the end.", may_change=True, group=OUTPUT)
     overwrite: bool = option(
         False,
-        "Replace the checkpoint at DIR once the new one is complete, and start over instead of "
-        "continuing a stopped run that had other options or no --overwrite. The same command "
-        "with --overwrite is continued.",
+        "Replace the checkpoint at DIR once the new one is complete. A stopped run is continued "
+        "only if it was started by the same command, --overwrite included; otherwise training "
+        "starts over.",
         may_change=True,
         group=OUTPUT,
     )

@@ -82,7 +82,7 @@ class FinishedLayers:
         count: Layers (or modules) that need not be computed again. Files of further ones, which a
             stopped run may have left, are overwritten.
         errors: The error of each layer.
-        drifts: The drift behind each layer.
+        drifts: The drift after each layer.
         holds_out: Whether a part of the text is held out for the check instead of calibrated on. A
             run that continues another one holds out the same, whether or not it checks the result.
     """
@@ -170,7 +170,7 @@ class FinishedLayers:
         error: float | None,
         drift: float,
     ) -> None:
-        """Store one more layer with its error and the drift behind it, and the state after it if it
+        """Store one more layer with its error and the drift after it, and the state after it if it
         is time; another run continues there.
         """
         self.add(tensors)
