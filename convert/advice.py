@@ -41,6 +41,7 @@ _STEEP_DRIFT = 0.2
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 # An estimate of memory up to this share of what there is will do: activations are known roughly.
 _SURE_SHARE = 3 / 4
+EVALUATION_TEXT = "stdlib:heldout"  # what the printed commands of gqa-eval measure on
 _EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU
 
 # Options of gqa-uptrain that make activations small, and its plan (docs/guide-7b.md).
@@ -385,7 +386,7 @@ def evaluation_line(models: Sequence[str], config: Any, further: Sequence[str]) 
         further: Options that the command gets too.
     """
     words = ["gqa-eval", *map(operand, models)]
-    words += ["--data", "stdlib:heldout", "--tokens", str(_EVALUATED_TOKENS)]
+    words += ["--data", EVALUATION_TEXT, "--tokens", str(_EVALUATED_TOKENS)]
     context = positions(config)
     if context is None or context >= _LEAST_RECALL_CONTEXT:
         words.append("--recall")

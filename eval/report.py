@@ -214,7 +214,13 @@ def describe_text(text: Record) -> str:
     size_of_text = plural(text["bytes"], "byte")
     if text["protocol"] == "rolling":
         documents = plural(text["documents"], "document")
-        return f"{tokens} of {documents} ({size_of_text}) scored in windows of {text['context']:,}"
+        described = (
+            f"{tokens} of {documents} ({size_of_text}) scored in windows of {text['context']:,}"
+        )
+        average = text["tokens"] / max(text["documents"], 1)
+        if average < text["context"]:  # no window is longer than its document
+            described += f" and less: documents have {average:,.0f} tokens on average"
+        return described
 
     targets = plural(text["documents"], "target text")
     cut = f", to which {text['cut']:,} were cut" if text.get("cut") else ""

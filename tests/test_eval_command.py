@@ -63,7 +63,8 @@ def test_the_tables() -> None:
     )
     dtype = str(fast_dtype("cpu")).removeprefix("torch.")
     assert re.fullmatch(
-        rf"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in {dtype}",
+        rf"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512 and less: documents "
+        rf"have \d+ tokens on average; in {dtype}",
         quality[5],
     )
     assert memory[1].endswith("KV at 512")
@@ -112,6 +113,7 @@ def test_one_model_and_the_options_of_its_text() -> None:
     )
     shown = evaluate_models(line).out
     assert "100 tokens of 1 document (" in shown
+    assert "in windows of 64; in" in shown, "the document is longer than a window"
     assert "KV at 64" in shown
     assert "384.0 KiB" in shown  # 64 tokens of 6 KiB
     assert not re.search("baseline|cache left|speedup", shown)

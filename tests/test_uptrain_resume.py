@@ -184,7 +184,8 @@ def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
         *words, "-o", tmp_path / "out", before=[partial(stop_while_sampling, number)]
     )
     says = (
-        f"gqa-uptrain: {what}; saved states and generated text are kept; the same command continues"
+        f"gqa-uptrain: {what}; saved states and finished batches of generated text are kept; the "
+        "same command continues"
     )
     stopped.expect(code)
     assert stopped.err.strip().splitlines()[-1] == says

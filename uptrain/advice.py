@@ -8,9 +8,9 @@ from typing import Any
 
 from gqa.checkpoint.base_model import find_local_base
 from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
-from gqa.convert.advice import evaluation_line
+from gqa.convert.advice import EVALUATION_TEXT, evaluation_line
 from gqa.core.options import flag
-from gqa.corpus.specs import parse_self
+from gqa.corpus.specs import heldout_of_built_in, parse_self
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import TrainingProgress
@@ -40,7 +40,10 @@ def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
         further.append("--trust-remote-code")
 
     models = [_as_typed(baseline), _as_typed(str(options.output))]
-    return f"measure it: {evaluation_line(models, run.config, further)}"
+    note = ""
+    if EVALUATION_TEXT in (options.validation, heldout_of_built_in(options.data)):
+        note = " (slightly optimistic, because this text has chosen the weights)"
+    return f"measure it{note}: {evaluation_line(models, run.config, further)}"
 
 
 def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:

@@ -89,5 +89,5 @@ def main() -> None:
     run_command(
         command,
         "gqa-uptrain",
-        "saved states and generated text are kept; the same command continues",
+        "saved states and finished batches of generated text are kept; the same command continues",
     )
