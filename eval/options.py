@@ -72,9 +72,9 @@ class EvaluateOptions(Options):
     )
     cache_bits: tuple[CacheBits, ...] | None = option(
         None,
-        "Also evaluate with simulated quantized KV caches, like fp8,8,4. fp8, int8_per_token_head "
-        "and int4_per_token_head: rounded as by vLLM's --kv-cache-dtype of this name (fp8 without "
-        "calibration); 2 to 8: integers of that many bits, in blocks of values. No engine is run.",
+        "Also evaluate with simulated quantized KV caches, like fp8,8,4. Names: fp8 (not "
+        "calibrated), int8_per_token_head and int4_per_token_head, rounded as in vLLM. Numbers: 2 "
+        "to 8, integers of that many bits, in blocks of values. No engine is run.",
         _CacheBits(),
         metavar="BITS[,...]",
         needs=("data", "recall", "memory"),

@@ -132,6 +132,21 @@ def test_a_dry_run_says_that_a_source_is_no_file(converted: Path) -> None:
     assert line(shown, "data ") == f"data        stdlib:train, train.jsnl ({note})"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("0.3%", "0.3% of each weight's root mean square"),
+        (1e-4, "0.0001 for all weights"),
+        (0.3, "0.3 for all weights (a share of each weight is written 0.3%)"),
+    ],
+)
+def test_a_dry_run_says_what_the_learning_rate_is_of(
+    converted: Path, given: object, shown: str
+) -> None:
+    planned = uptrain(converted, "--learning-rate", given, "--dry-run").out
+    assert line(planned, "optimizer ") == f"optimizer   adamw, learning rate {shown}"
+
+
 def test_a_dry_run_says_why_a_step_has_more_blocks(converted: Path) -> None:
     given = [converted, "--context", 64, "--tokens", "4K", "--dry-run"]
     by_default = line(uptrain(*given).out, "steps ")

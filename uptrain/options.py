@@ -102,8 +102,9 @@ class TrainOptions(Options):
     # Code reads it as `scope`.
     train: Scope | None = option(
         None,
-        "Which weights train; fewer need less memory. kv: key and value projections (and queries "
-        "if fused); lora: kv, plus adapters on the other linear layers, merged at the end.  "
+        "Which weights train; fewer need less memory. all: every weight; attention: the attention "
+        "projections; kv: key and value projections (and queries if fused); lora: kv, plus "
+        "adapters on the other linear layers, merged at the end.  "
         f"[default: attention after --method {alternatives(_FITTED)}, else all]",
         group=MAIN,
     )
@@ -238,8 +239,9 @@ class TrainOptions(Options):
     )
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
-        "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else "
-        "bfloat16 where the device has instructions for it, else float32]",
+        "Dtype of the computation. Weights that train stay in float32; with bfloat16, frozen "
+        "linear weights are kept in it.  [default: that of the launcher, else bfloat16 where the "
+        "device has instructions for it, else float32]",
         group=HARDWARE,
     )
     gradient_checkpointing: bool = option(

@@ -23,6 +23,9 @@ from gqa.uptrain.training_time import TrainingTime
 KL_DIVERGENCE = "KL divergence"
 CROSS_ENTROPY = "cross-entropy"
 
+# Of one learning rate for all weights. Above it a percent sign was probably forgotten.
+_LARGEST_USUAL_RATE = 0.01
+
 
 def plan_lines(run: OpenedRun) -> list[str]:
     """The plan of a run, in lines for people."""
@@ -88,6 +91,7 @@ def dry_run_lines(plan: DryRun) -> list[str]:
             f"({length.tokens_per_step:,} tokens)"
         )
 
+    lines.append(f"optimizer   {options.optimizer}, learning rate {_peak_rate(options)}")
     lines.append(_precision_line(plan.precision))
     if plan.time:
         lines.append(f"estimate    {_time_text(plan.time)}")
@@ -218,7 +222,11 @@ def _peak_rate(options: TrainOptions) -> str:
     """The peak learning rate in words."""
     if is_relative(options):
         return f"{options.learning_rate} of each weight's root mean square"
-    return f"{options.learning_rate:g}"
+    rate = float(options.learning_rate)
+    text = f"{rate:g} for all weights"
+    if rate > _LARGEST_USUAL_RATE:
+        text += f" (a share of each weight is written {rate:g}%)"
+    return text
 
 
 def _validation_plan(run: ReadyRun) -> str:
