@@ -222,11 +222,17 @@ def _peak_rate(options: TrainOptions) -> str:
     """The peak learning rate in words."""
     if is_relative(options):
         return f"{options.learning_rate} of each weight's root mean square"
-    rate = float(options.learning_rate)
-    text = f"{rate:g} for all weights"
-    if rate > _LARGEST_USUAL_RATE:
-        text += f" (a share of each weight is written {rate:g}%)"
+    text = f"{_rate_as_typed(options)} for all weights"
+    if float(options.learning_rate) > _LARGEST_USUAL_RATE:
+        text += f" (a share of each weight is written {_rate_as_typed(options)}%)"
     return text
+
+
+def _rate_as_typed(options: TrainOptions) -> str:
+    """`0.3%`, or `0.0001`."""
+    if is_relative(options):
+        return str(options.learning_rate)
+    return f"{options.learning_rate:g}"
 
 
 def _validation_plan(run: ReadyRun) -> str:
@@ -282,6 +288,6 @@ def _validation_result(run: OpenedRun, progress: TrainingProgress) -> list[str]:
         lines.append(
             f"unchanged   no step lowered the {loss}: the weights are "
             f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
-            f"{_peak_rate(run.options)}), or more tokens"
+            f"{_rate_as_typed(run.options)}), or more tokens"
         )
     return lines
