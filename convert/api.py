@@ -61,8 +61,8 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
     Raises:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what
-        is allowed. CorruptError: Files of the checkpoint are broken or hostile (a kind of
-        RefusedError).
+            is allowed.
+        CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
     options.refuse_conflicts()
     checkpoint = open_model(options.model, options.revision, headers_only=True)
@@ -187,9 +187,10 @@ def convert(
         maps_options: How maps are computed, instead of as `options` say.
 
     Raises:
-        RefusedError: Weights or text cannot be used; nothing is left at the output either.
-        OutputError: The result could not be written or did not verify; nothing is left at the
-        output.
+        RefusedError: Weights or text cannot be used.
+        OutputError: The result could not be written or did not verify.
+
+    After either, nothing is left at the output.
     """
     request = describe_request(options, argv)
     if plan.method.computes_maps and maps_options is None:

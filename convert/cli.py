@@ -219,7 +219,7 @@ def _dry_run(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
     from gqa.convert.api import open_output, output_path
     from gqa.convert.estimate import duration, estimate
     from gqa.convert.summary import plan_lines, size
-    from gqa.corpus.specs import is_hub_dataset
+    from gqa.corpus.specs import planned_source
 
     _say_lines(plan_lines(plan, planned, tensors=options.verbose), options)
 
@@ -237,13 +237,8 @@ def _dry_run(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
         "free_bytes": free,
     }
 
-    for spec in options.data:
-        if is_hub_dataset(spec):
-            _say(
-                f"data        {spec} (no file here: a data set of the hub, which a dry run does "
-                "not look up)",
-                options,
-            )
+    if plan.method.reads == "text":
+        _say(f"data        {', '.join(map(planned_source, options.data))}", options)
 
     costs = {}
     for method in _estimated_methods(plan):

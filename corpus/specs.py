@@ -153,10 +153,14 @@ def parse_source(
     )
 
 
-def is_hub_dataset(spec: str) -> bool:
-    """Whether a spec names a data set of the hub: neither built-in or generated text, nor files."""
+def planned_source(spec: str) -> str:
+    """A source as a plan names it. A data set of the hub is said to be one, because a mistyped name
+    of a file is taken for one, and a plan looks nothing up.
+    """
     is_built_in = _name_of(spec) in map(_name_of, BUILT_IN)
-    return not (is_built_in or is_self(spec) or _names_files(spec))
+    if is_built_in or is_self(spec) or _names_files(spec):
+        return spec
+    return f"{spec} (no file here: a data set of the hub, which a dry run does not look up)"
 
 
 def _built_in_source(spec: str, columns: tuple[str, ...]) -> Source:

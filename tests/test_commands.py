@@ -517,4 +517,4 @@ def test_a_dry_run_says_that_a_source_is_no_file(small: Path) -> None:
     note = "no file here: a data set of the hub"
     assert note not in run(*words, "self,general").out
     shown = run(*words, "self,train.jsnl").out
-    assert f"data        train.jsnl ({note}, which a dry run does not look up)\n" in shown
+    assert f"data        self, train.jsnl ({note}, which a dry run does not look up)\n" in shown

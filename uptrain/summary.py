@@ -8,7 +8,7 @@ from typing import Any
 from gqa.convert.estimate import duration
 from gqa.convert.summary import size
 from gqa.core.errors import plural
-from gqa.corpus.specs import is_hub_dataset
+from gqa.corpus.specs import planned_source
 from gqa.uptrain.advice import next_line
 from gqa.uptrain.dry_run import DryRun, TrainingNeeds
 from gqa.uptrain.optimizer import is_relative
@@ -75,7 +75,7 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     lines = [
         _model_line(model, needs.trained, needs.parameters, options),
         _teacher_line(options, resolved.teacher_text),
-        f"data        {', '.join(map(_planned_source, options.data))}",
+        f"data        {', '.join(map(planned_source, options.data))}",
     ]
     if options.tokens:
         lines.append(f"length      {options.tokens:,} tokens")
@@ -102,13 +102,6 @@ def dry_run_lines(plan: DryRun) -> list[str]:
         _disk_line(needs, states_kept(options)),
         "dry run     no weights were read, and nothing was written",
     ]
-
-
-def _planned_source(spec: str) -> str:
-    """A source, and of which kind it is where that may not be what was meant."""
-    if is_hub_dataset(spec):
-        return f"{spec} (no file here: a data set of the hub, which a dry run does not look up)"
-    return spec
 
 
 def _memory_line(needs: TrainingNeeds, optimizer: str) -> str:
