@@ -42,7 +42,7 @@ from harness import EMBEDDED, Measurements
 
 import gqa
 from gqa.convert.generate.sampling import sample_sequences
-from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheFormatName
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison
 from gqa.eval.metrics import recall_by_kind
@@ -52,8 +52,8 @@ from gqa.eval.subjects import open_subjects
 from gqa.eval.text import read_text
 from gqa.models.loading import load_model
 
-BITS: tuple[CacheBits, ...] = ("fp8", 8, 4, 2)
-BITS_OF_FEWER_HEADS: tuple[CacheBits, ...] = ("fp8", 8, 4)
+BITS: tuple[CacheFormatName, ...] = ("fp8", 8, 4, 2)
+BITS_OF_FEWER_HEADS: tuple[CacheFormatName, ...] = ("fp8", 8, 4)
 COUNT = 150  # questions of a kind
 LONGEST = 24  # tokens of an answer
 NAMES = [
@@ -274,7 +274,7 @@ class Trial:
             self.records.append(comparison.measure(self.base, {}, alone=True))
             self.comparisons.append(comparison)
 
-    def rows(self) -> Iterator[tuple[str, str, int, CacheBits | None]]:
+    def rows(self) -> Iterator[tuple[str, str, int, CacheFormatName | None]]:
         """Name, method, KV heads and format of the cache of each row."""
         heads = self.base.config.num_key_value_heads
         yield "base model", "", heads, None
@@ -312,10 +312,10 @@ class Trial:
             )
         return str(out)
 
-    def measure(self, method: str, groups: int, bits: CacheBits | None) -> dict[str, Any]:
+    def measure(self, method: str, groups: int, bits: CacheFormatName | None) -> dict[str, Any]:
         """One row."""
         (subject,) = open_subjects([self.checkpoint(method, groups)])
-        subject = replace(subject, cache_bits=bits)
+        subject = replace(subject, cache_format=bits)
         records = self.records
         ratios: list[tuple[float, float, float]] = []  # with the ends of the interval, by text
         divergence = 0.0

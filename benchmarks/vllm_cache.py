@@ -1,4 +1,5 @@
-"""Perplexity that vLLM computes with a quantized KV cache, to compare with `gqa-eval --cache-bits`.
+"""Perplexity that vLLM computes with a quantized KV cache, to compare with `gqa-eval
+--simulate-cache`.
 
 vLLM runs in an environment of its own (docs/serving.md). Keys and values go through its cache
 before attention reads them, so what the cache rounds away is in the result:

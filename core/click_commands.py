@@ -31,11 +31,11 @@ class GroupedOption(click.Option):
         super().__init__([*names, alias] if alias else names, **arguments)
         self.group = group
         self._missing = missing
-        self._alias = alias
+        self.alias = alias
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = copy.copy(self)
-        shown.opts = [name for name in self.opts if name != self._alias]
+        shown.opts = [name for name in self.opts if name != self.alias]
         return super(GroupedOption, shown).get_help_record(ctx)
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:

@@ -232,8 +232,9 @@ def _describe_usage(error: click.ClickException) -> str:
     """What is said of a wrong command line: first the option, then what is wrong with it."""
     if isinstance(error, click.NoSuchOption):
         message = f"there is no option {error.option_name}"
-        if error.possibilities:
-            message += f"; did you mean {alternatives(error.possibilities)}?"
+        similar = [name for name in error.possibilities or () if name not in _aliases(error.ctx)]
+        if similar:
+            message += f"; did you mean {alternatives(similar)}?"
         return message
 
     extra = re.match(r"Got unexpected extra arguments? \((.*)\)", error.format_message())
@@ -247,6 +248,12 @@ def _describe_usage(error: click.ClickException) -> str:
         return f"{name} {error.message.rstrip('.')}"
 
     return error.format_message().rstrip(".")
+
+
+def _aliases(context: click.Context | None) -> set[str]:
+    """Names of a command's options that --help does not show."""
+    options = context.command.params if context else []
+    return {getattr(option, "alias", "") for option in options}
 
 
 def _describe_failure(error: Exception) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The formats of a KV cache that `--cache-bits` names: how each rounds a value, and its bytes.
+"""The formats of a KV cache that `--simulate-cache` names: how each rounds a value, and its bytes.
 
 Imports no torch: --help and the checks of options need the names alone.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-CacheBits = int | str  # what --cache-bits calls a format: a key of CACHE_FORMATS
+CacheFormatName = int | str  # what --simulate-cache calls a format: a key of CACHE_FORMATS
 
 QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and step of a group, 16 bits each
@@ -179,8 +179,8 @@ def bytes_per_scaled_head(dim: int, bits: int) -> int:
     return math.ceil(dim * bits / 8) + 4
 
 
-# By what --cache-bits calls them.
-CACHE_FORMATS: dict[CacheBits, CacheFormat] = {
+# By what --simulate-cache calls them.
+CACHE_FORMATS: dict[CacheFormatName, CacheFormat] = {
     2: in_groups(2),
     3: in_groups(3),
     4: in_groups(4),

@@ -18,7 +18,7 @@ Examples:
   gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined \\
       --data stdlib:heldout
   gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined \\
-      --data stdlib:heldout --kl --cache-bits 8,4 -o report
+      --data stdlib:heldout --kl --simulate-cache 8,4 -o report
   gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-refined --memory 1GB
   torchrun --nproc_per_node 8 -m gqa.eval examples/stdlib-mha \\
       examples/stdlib-mha-gqa2-refined --data stdlib:heldout

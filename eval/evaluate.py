@@ -66,7 +66,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
     state = ranks()
     device = input_device(options.device)
     subjects = open_subjects(
-        options.models, options.trust_remote_code, options.revision, options.cache_bits or ()
+        options.models, options.trust_remote_code, options.revision, options.simulate_cache or ()
     )
     if state.is_main_process:
         _warn_if_swapped(subjects, options)
@@ -111,6 +111,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
 
     if state.is_main_process:
         _warn_if_unrelated(subjects, options)
+        _warn_if_same(subjects, options)
 
     if options.decode:
         # One process measures: other ranks would disturb it.
@@ -176,6 +177,17 @@ def _warn_if_unrelated(subjects: Sequence[Subject], options: EvaluateOptions) ->
             Watcher(options.quiet).warn(
                 f"{subject.name} has {_shape(subject)}, {baseline.name} {_shape(baseline)}: it is "
                 "another model, not a conversion of it"
+            )
+
+
+def _warn_if_same(subjects: Sequence[Subject], options: EvaluateOptions) -> None:
+    """Warn of models that are the baseline itself, unless their caches differ."""
+    baseline = subjects[0]
+    for subject in subjects[1:]:
+        is_same = subject.checkpoint.directory == baseline.checkpoint.directory
+        if is_same and subject.cache_format == baseline.cache_format:
+            Watcher(options.quiet).warn(
+                f"{subject.name} is the same model as {baseline.name}: their quality cannot differ"
             )
 
 

@@ -13,20 +13,20 @@ from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError, alternatives
 from gqa.core.option_types import BYTES, COUNT, Number, tokens_type
 from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option, same_as
-from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheFormatName
 
 _BITS = Number(int, "from 2 to 8")
 _NAMED_FORMATS = [bits for bits in CACHE_FORMATS if isinstance(bits, str)]
 
 
-class _CacheBits(click.ParamType[CacheBits]):
+class _CacheFormatType(click.ParamType[CacheFormatName]):
     """A key of `CACHE_FORMATS`: a number of bits, or a name."""
 
     name = "cache bits"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> CacheBits:
+    ) -> CacheFormatName:
         """The key. Raises BadParameter for what is none."""
         if isinstance(value, str) and value in _NAMED_FORMATS:
             return value
@@ -70,15 +70,16 @@ class EvaluateOptions(Options):
         "-o and --data are given]",
         group=MAIN,
     )
-    cache_bits: tuple[CacheBits, ...] | None = option(
+    simulate_cache: tuple[CacheFormatName, ...] | None = option(
         None,
         "Also evaluate with simulated quantized KV caches, like fp8,8,4. Names: fp8 (not "
         "calibrated), int8_per_token_head and int4_per_token_head, rounded as in vLLM. Numbers: 2 "
         "to 8, integers of that many bits, in blocks of values. No engine is run.",
-        _CacheBits(),
-        metavar="BITS[,...]",
+        _CacheFormatType(),
+        metavar="FORMAT[,...]",
         needs=("data", "recall", "memory"),
         group=MAIN,
+        alias="--cache-bits",
     )
     memory: int | None = option(
         None,
@@ -178,8 +179,10 @@ class EvaluateOptions(Options):
             raise RefusedError(
                 "no model was passed; pass one checkpoint or more, the baseline first"
             )
-        if self.cache_bits and self.decode:
-            raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
+        if self.simulate_cache and self.decode:
+            raise RefusedError(
+                "--simulate-cache and --decode cannot be combined; remove one of them"
+            )
         # Options that need others say which: that is more than that there is nothing to measure
         replace(self, recall=self.asks_for_recall).check_needs()
         if not any((self.data, self.recall, self.decode, self.memory)):
@@ -189,8 +192,8 @@ class EvaluateOptions(Options):
                 "there is nothing to measure; pass text with --data, or pass --recall, --decode "
                 "or --memory"
             )
-        if self.kl and not (len(self.models) > 1 or self.cache_bits):
+        if self.kl and not (len(self.models) > 1 or self.simulate_cache):
             raise RefusedError(
                 "--kl compares checkpoints, but only one was passed; pass a second one, or "
-                "--cache-bits"
+                "--simulate-cache"
             )

@@ -33,8 +33,8 @@ def quantize_cache(
     plain = attention_name(model)
     if plain not in PLAIN:
         raise RefusedError(
-            f"--cache-bits works only with sdpa or eager attention, but {name} has {plain}; "
-            "remove --cache-bits"
+            f"--simulate-cache works only with sdpa or eager attention, but {name} has {plain}; "
+            "remove --simulate-cache"
         )
     attend, mask = PLAIN[plain]
     calls = 0
@@ -54,6 +54,6 @@ def quantize_cache(
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:
         raise RefusedError(
-            "--cache-bits works only if all layers call transformers' attention functions, but "
-            f"{calls} of {layers} layers of {name} do; remove --cache-bits"
+            "--simulate-cache works only if all layers call transformers' attention functions, but "
+            f"{calls} of {layers} layers of {name} do; remove --simulate-cache"
         )

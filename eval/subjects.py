@@ -20,7 +20,7 @@ from gqa.core.compat import attention_name
 from gqa.core.devices import emulates, find_device, ranks
 from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
-from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheFormatName
 from gqa.eval.quantized_cache import quantize_cache
 from gqa.models.classes import positions, read_auto_config
 from gqa.models.loading import load_model
@@ -34,14 +34,14 @@ class Subject:
     name: What tables call it.
     path: What transformers loads.
     checkpoint: Its config and headers.
-    cache_bits: The format of its KV cache, a key of `CACHE_FORMATS`, if the cache is quantized.
+    cache_format: The format of its KV cache, a key of `CACHE_FORMATS`, if the cache is quantized.
     """
 
     name: str
     path: str
     checkpoint: Checkpoint
     trust_remote_code: bool = False
-    cache_bits: CacheBits | None = None
+    cache_format: CacheFormatName | None = None
 
     @cached_property
     def config(self) -> Any:
@@ -77,9 +77,9 @@ class Subject:
             formula = checkpoint_cache(self.checkpoint)
         except RefusedError:
             return None
-        if self.cache_bits is None:
+        if self.cache_format is None:
             return formula
-        return replace(formula, quantized=CACHE_FORMATS[self.cache_bits].bytes_per_head)
+        return replace(formula, quantized=CACHE_FORMATS[self.cache_format].bytes_per_head)
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
         """JSON-ready record from config and headers.
@@ -111,7 +111,7 @@ class Subject:
             "cross_bytes_per_token": cache.cross_bytes_per_token,
             "context": context,
             "bytes_at_context": cache.bytes_at(context),
-            "bits": self.cache_bits or 8 * cache.bytes_per_number,
+            "bits": self.cache_format or 8 * cache.bytes_per_number,
         }
         if memory:
             free = max(memory - self.checkpoint.nbytes, 0)
@@ -134,8 +134,8 @@ class Subject:
             device=device,
             trust_remote_code=self.trust_remote_code,
         )
-        if self.cache_bits and self.cache:
-            cache_format = CACHE_FORMATS[self.cache_bits]
+        if self.cache_format and self.cache:
+            cache_format = CACHE_FORMATS[self.cache_format]
             quantize_cache(model, cache_format, len(self.cache.layers), self.name)
         return model
 
@@ -144,11 +144,13 @@ def open_subjects(
     models: Sequence[str],
     trust_remote_code: bool = False,
     revision: str | None = None,
-    cache_bits: Sequence[CacheBits] = (),
+    simulated_caches: Sequence[CacheFormatName] = (),
 ) -> list[Subject]:
     """Open directories and hub ids; hub ids are downloaded.
 
-    All of them come once more for each format of a cache in `cache_bits`. Raises RefusedError.
+    All of them come once more for each format of a cache in `simulated_caches`.
+
+    Raises RefusedError.
     """
     is_local = {model: os.path.lexists(model) for model in models}
     if revision is not None and all(is_local.values()):
@@ -170,20 +172,20 @@ def open_subjects(
         Subject(one_line(name), str(checkpoint.directory), checkpoint, trust_remote_code)
         for name, checkpoint in zip(names, checkpoints, strict=True)
     ]
-    if not cache_bits:
+    if not simulated_caches:
         return subjects
 
     for subject in subjects:
         if not subject.cache or subject.cache.cross:
             raise RefusedError(
-                f"--cache-bits works only with decoders that have KV heads, but {subject.name} is "
-                "not one; remove --cache-bits"
+                "--simulate-cache works only with decoders that have KV heads, but "
+                f"{subject.name} is not one; remove --simulate-cache"
             )
     with_quantized_caches = list[Subject]()
-    for bits in cache_bits:
+    for cache_format in simulated_caches:
         for subject in subjects:
-            name = f"{subject.name} ({CACHE_FORMATS[bits].name})"
-            with_quantized_caches.append(replace(subject, name=name, cache_bits=bits))
+            name = f"{subject.name} ({CACHE_FORMATS[cache_format].name})"
+            with_quantized_caches.append(replace(subject, name=name, cache_format=cache_format))
     return subjects + with_quantized_caches
 
 

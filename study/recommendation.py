@@ -62,13 +62,11 @@ def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None
             Line("recommended", "nothing: no KV cache smaller than the base model's was measured")
         ]
     if not within:
+        closest = _describe("closest", min(smaller, key=loss), base)
         return None, [
             Line("recommended", f"nothing: none of {len(smaller)} combinations is {limit}"),
-            _describe("closest", min(smaller, key=loss), base),
-            Line(
-                "advice",
-                "raise --max-loss-increase, or add longer training or other methods to the study",
-            ),
+            closest,
+            Line("advice", _advice(closest.level)),
         ]
 
     chosen = min(within, key=lambda row: (cache_bytes(row), row["train_tokens"], loss(row)))
@@ -85,6 +83,14 @@ def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None
         lines.append(_describe("better", best, base))
     lines += [Line("command", command) for command in chosen.get("commands", [])]
     return chosen, lines
+
+
+def _advice(closest: Level | None) -> str:
+    """What to do if no combination is within the limit, from the level of the closest one."""
+    advice = "add more heads, longer training or other methods to the study"
+    if closest == "damaged":  # a higher limit would recommend what cannot be used
+        return advice
+    return f"{advice}, or raise --max-loss-increase"
 
 
 def loss_of_row(row: Row, base: Row) -> Loss:

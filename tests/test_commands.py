@@ -92,8 +92,8 @@ def test_messages_name_options_that_are_there() -> None:
         ("gqa-uptrain", "--gradient-checkpointing", "gradient_checkpointing", True),
         ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
         ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
-        ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
-        ("gqa-eval", "--cache-bits fp8,8", "cache_bits", ("fp8", 8)),
+        ("gqa-eval", "--simulate-cache 8,4 --simulate-cache 2", "simulate_cache", (8, 4, 2)),
+        ("gqa-eval", "--simulate-cache fp8,8", "simulate_cache", ("fp8", 8)),
         ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
         ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
         ("gqa-ablate", "--skip kl,recall", "skip", ("kl", "recall")),
@@ -118,6 +118,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
             "--kv-headd 2",
             "there is no option --kv-headd; did you mean --kv-heads? See gqa-convert --help",
         ),
+        (
+            "gqa-uptrain",
+            "--held-out text",
+            "there is no option --held-out; see gqa-uptrain --help",
+        ),
         ("gqa-convert", "--heads 2", "there is no option --heads; did you mean --kv-heads"),
         ("gqa-convert", "--data ,", "is empty; pass one or more values"),
         (
@@ -129,7 +134,7 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         ("gqa-convert", "--kv-budget 1", "'1' is not a number above 0 and below 1"),
         (
             "gqa-eval",
-            "--cache-bits 8,fp4",
+            "--simulate-cache 8,fp4",
             "'fp4' is not a whole number from 2 to 8, nor fp8",
         ),
         ("gqa-uptrain", "--alpha 0", "'0' is not a number above 0 and at most 1"),

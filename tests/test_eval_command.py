@@ -236,14 +236,15 @@ def test_hub_ids(
         ("SRC ./nothing", "'./nothing'; pass a directory with config.json, or a hub id"),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
         (
-            "SRC --cache-bits 8",
-            "--cache-bits has no effect without --data, --recall or --memory; pass one of them too",
+            "SRC --simulate-cache 8",
+            "--simulate-cache has no effect without --data, --recall or --memory; pass one of them "
+            "too",
         ),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
         (
             "SRC --data TEXT --kl",
             "--kl compares checkpoints, but only one was passed; pass a second one, or "
-            "--cache-bits",
+            "--simulate-cache",
         ),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
         (
@@ -293,10 +294,13 @@ def test_hub_ids(
             "--target-column",
         ),
         (
-            "T5 --data TEXT --target-column other --cache-bits 4",
-            "--cache-bits works only with decoders that have KV heads",
+            "T5 --data TEXT --target-column other --simulate-cache 4",
+            "--simulate-cache works only with decoders that have KV heads",
         ),
-        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode cannot be combined"),
+        (
+            "SRC --data TEXT --simulate-cache 4 --decode",
+            "--simulate-cache and --decode cannot be combined",
+        ),
         ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         (
             "T5 SRC --data TEXT --target-column other",
@@ -456,6 +460,13 @@ def test_a_model_of_another_shape_gives_a_warning(small: Path) -> None:
             "another model, not a conversion of it\n"
         )
     )
+
+
+def test_a_model_that_is_compared_with_itself_gives_a_warning() -> None:
+    warning = "warning: stdlib-mha is the same model as stdlib-mha: their quality cannot differ\n"
+    run(*words(f"{SOURCE} {SOURCE} --memory 1GiB -q"), program="gqa-eval").expect(err=warning)
+    with_int8 = run(*words(f"{SOURCE} --simulate-cache 8 --memory 1GiB -q"), program="gqa-eval")
+    with_int8.expect(err="")
 
 
 def test_a_batch_of_none_is_explained() -> None:

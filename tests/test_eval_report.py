@@ -438,6 +438,7 @@ RECOMMENDED: dict[str, tuple[list[dict[str, Any]], float, Cell | None, list[str]
         [
             "recommended nothing: none of 7 combinations is within 0.01 nats",
             "closest     trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
+            "advice      add more heads, longer training or other methods to the study, or raise "
             "--max-loss-increase",
         ],
     ),
@@ -478,6 +479,13 @@ def test_the_smallest_cache_within_the_bound_is_recommended(name: str) -> None:
     text = "\n".join(map(str, lines))
     assert (chosen and Cell.of(chosen)) == cell
     assert [words for words in says if words not in text] == []
+
+
+def test_a_limit_that_would_recommend_a_damaged_model_is_not_advised() -> None:
+    _, lines = recommend([BASE, row("mean", 1, 0.0, 4.2, perplexity_ratio=9.0)], 0.01)
+    assert [str(line).split()[0] for line in lines] == ["recommended", "closest", "advice"]
+    assert lines[1].level == "damaged"
+    assert lines[2].text == "add more heads, longer training or other methods to the study"
 
 
 def test_pictures_are_drawn_where_there_are_numbers(

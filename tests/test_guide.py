@@ -25,7 +25,7 @@ from support.checkpoints import header_only, run
 from support.embedded import SOURCE
 from support.pages import blocks, commands
 from support.patches import use_bfloat16
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.advice import Advice
@@ -44,6 +44,7 @@ README = ROOT / "README.md"
 PAGES = (PAGE, QWEN_PAGE, VLLM_PAGE)
 TASKS = ROOT / "examples/tasks.sh"
 COMPARE = ROOT / "examples/compare_answers.py"
+SPLIT = ROOT / "examples/split_text.py"
 SUMS = PAGE.with_name("guide-numbers.md")
 GPU = 48 * 10**9  # bytes
 SMALL_GPU = 24 * 10**9
@@ -519,6 +520,61 @@ def test_answers_of_several_models_in_a_directory_are_not_compared(tmp_path: Pat
     )
 
 
+def split_text(
+    directory: Path, lines: list[str], *options: str
+) -> subprocess.CompletedProcess[str]:
+    """examples/split_text.py in a directory, on a file of lines, with the example's tokenizer."""
+    (directory / "text.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    words = [sys.executable, str(SPLIT), "text.jsonl", str(ROOT / "examples/stdlib-mha"), *options]
+    return subprocess.run(words, cwd=directory, capture_output=True, text=True)
+
+
+def test_the_script_splits_text_into_the_three_files_of_the_guide(tmp_path: Path) -> None:
+    """Every document is in one file, once; the token counts are those of the tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/stdlib-mha")
+    texts = [f"def f{number}(x):\n    return x\u2028 + {number}\n" for number in range(40)]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in [*texts, texts[0]]]
+    done = split_text(tmp_path, lines, "--heldout", "100", "--validation", "50")
+    assert done.returncode == 0, done.stderr
+
+    files = [tmp_path / name for name in ("heldout.jsonl", "validation.jsonl", "train.jsonl")]
+    contents = [
+        [json.loads(line)["text"] for line in path.read_text().split("\n")[:-1]] for path in files
+    ]
+    assert sorted(text for file in contents for text in file) == sorted(texts)
+    tokens = [sum(len(tokenizer(text)["input_ids"]) for text in file) for file in contents]
+    assert 100 <= tokens[0] < 150
+    assert 50 <= tokens[1] < 100
+    *said, note = done.stdout.splitlines()
+    assert [line.split()[:2] for line in said] == [
+        [path.name, f"{count:,}"] for path, count in zip(files, tokens, strict=True)
+    ]
+    assert note.startswith("Half of the lines have fewer than 2,048 tokens")
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (['{"text": "a"}', "{text"], "error: line 2 of text.jsonl is not JSON"),
+        (['{"prompt": "a"}'], "error: line 1 of text.jsonl has neither `text` nor `messages`"),
+        (['{"text": "a"}'], "so nothing is left to train on; lower --heldout"),
+        (['{"messages": [{"role": "user", "content": "a"}]}'], "has no chat template; write each"),
+    ],
+)
+def test_text_that_cannot_be_split(lines: list[str], says: str, tmp_path: Path) -> None:
+    done = split_text(tmp_path, lines)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
+def test_the_files_of_an_earlier_split_stay(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("mine")
+    done = split_text(tmp_path, ['{"text": "a"}'])
+    assert done.stderr == "error: train.jsonl exists; move it away\n"
+    assert (tmp_path / "train.jsonl").read_text() == "mine"
+
+
 def test_the_guide_compares_answers_that_it_has_collected() -> None:
     collected = {f"tasks-{shlex.split(one)[2]}" for one in commands_of("sh")}
     compared = [
@@ -824,7 +880,7 @@ def test_the_page_shows_the_memory_of_its_models(
     context, memory = (words[words.index(one) + 1] for one in ("--context", "--memory"))
     monkeypatch.chdir(models)
     write_headers(models / without_text[-1], llama_config(16), {}, LLAMA)
-    options = ["--context", context, "--memory", memory, "--cache-bits", "fp8"]
+    options = ["--context", context, "--memory", memory, "--simulate-cache", "fp8"]
     done = run(*without_text, *options, program="gqa-eval")
     shutil.rmtree(without_text[-1])  # the other tests write it
     assert done.code == 0, done.err

@@ -30,7 +30,7 @@ from gqa.core.errors import RefusedError
 from gqa.eval import cache_formats, decode
 from gqa.eval.cache_formats import (
     CACHE_FORMATS,
-    CacheBits,
+    CacheFormatName,
     groups_per_head,
     round_in_groups,
     round_to_fp8,
@@ -225,7 +225,7 @@ class RoundedCache(DynamicCache):
     ],
 )
 def test_attention_reads_what_a_cache_of_these_bits_gives_back(
-    name: str, bits: CacheBits, rounded: Callable[[Tensor], Tensor], tmp_path: Path
+    name: str, bits: CacheFormatName, rounded: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
     """As transformers computes it with such a cache, token for token; a whole cache, as a control,
     does not.
@@ -255,7 +255,7 @@ def test_a_class_with_attention_code_of_its_own() -> None:
 
 
 def test_every_checkpoint_is_measured_with_it() -> None:
-    base, merged, *others = results("SRC G2 --data TEXT --tokens 500 --kl --cache-bits 8,2")[
+    base, merged, *others = results("SRC G2 --data TEXT --tokens 500 --kl --simulate-cache 8,2")[
         "models"
     ]
     assert [one["name"] for one in others] == [
@@ -276,10 +276,10 @@ def test_every_checkpoint_is_measured_with_it() -> None:
 
 
 def test_an_fp8_cache_beside_others() -> None:
-    """Half of the bytes of 16 bits, without scales; the record has what --cache-bits called it."""
-    record = results("SRC --data TEXT --tokens 500 --kl --cache-bits fp8,8")
+    """Half of the bytes of 16 bits, without scales; the record has the name that was typed."""
+    record = results("SRC --data TEXT --tokens 500 --kl --simulate-cache fp8,8")
     base, fp8, eight = record["models"]
-    assert record["options"]["cache_bits"] == ["fp8", 8]
+    assert record["options"]["simulate_cache"] == ["fp8", 8]
     assert [model["name"] for model in (fp8, eight)] == ["stdlib-mha (fp8)", "stdlib-mha (int8)"]
     assert [model["kv_cache"]["bits"] for model in (base, fp8, eight)] == [16, "fp8", 8]
     assert fp8["kv_cache"]["bytes_per_token"] == base["kv_cache"]["bytes_per_token"] / 2
@@ -290,7 +290,7 @@ def test_an_fp8_cache_beside_others() -> None:
 
 
 def test_the_memory_table_has_a_row_for_an_fp8_cache() -> None:
-    table = evaluate_models("SRC --memory 1GB --cache-bits fp8").out
+    table = evaluate_models("SRC --memory 1GB --simulate-cache fp8").out
     rows = [line for line in table.splitlines() if line.startswith("stdlib-mha")]
     assert ["(fp8)" in row for row in rows] == [False, True]
     assert "3.0 KiB" in rows[1]  # instead of 6

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -74,18 +74,19 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
     assert (
-        lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, with "
+        lines[5] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, with "
         "repeated passages"
     )
     starts = [
         "model",
         "teacher",
+        "estimate",
+        "output",
         "data",
         "steps",
         "optimizer",
         "precision",
         "validation",
-        "output",
         "validation",
         "written",
         "next",
@@ -107,6 +108,26 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     assert {"tokens", "cross_entropy", "kl", "gradient_norm", "learning_rate"} <= steps[0].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_plan_is_printed_before_models_and_text_are_loaded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To generate the text may take hours: until then a user has read what will be done."""
+
+    def cannot_load(*_: object) -> NoReturn:
+        raise RefusedError("the text cannot be generated")
+
+    monkeypatch.setattr(setup, "load_run", cannot_load)
+    options = {"tokens": "2.5K", "teacher": place / "teacher", "data": "self", "quiet": False}
+    done = command(tmp_path / "out", **options)
+    assert done.code == 2
+    assert [line.split()[0] for line in done.out.splitlines()] == [
+        "model",
+        "teacher",
+        "estimate",
+        "output",
+    ]
 
 
 def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What a finished training advises: the command that measures its result, or more tokens."""
+"""What a finished training advises: the command that measures its result; if no step helped, a
+lower learning rate, or more tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,24 @@ from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.convert.advice import EVALUATION_TEXT, evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import heldout_of_built_in, parse_self
+from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import TrainingProgress
 
-_MORE = 10  # times the tokens, after a training that did not help
+# After a training that did not help: the learning rate divided by this, or the tokens times this
+_STEP = 10
 
 
 def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
     """How to measure the result against its base model, with a command that runs as it is printed;
-    of a result that equals the model before training, how to train longer.
+    of a result that equals the model before training, how to train it otherwise.
 
     Pairs of text are the user's own: of an encoder-decoder it says what gqa-eval needs.
     """
     options = run.options
     if progress.is_unchanged:
-        return more_tokens(options, progress)
+        return train_otherwise(options, progress)
     if run.config.is_encoder_decoder:
         return "measure it on pairs of text: see --data and --target-column of gqa-eval"
 
@@ -46,9 +50,25 @@ def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
     return f"measure it{note}: {evaluation_line(models, run.config, further)}"
 
 
+def train_otherwise(options: TrainOptions, progress: TrainingProgress) -> str:
+    """How to train again, after a training of which no step helped."""
+    return (
+        "train at a lower rate: the same command with --overwrite and --learning-rate "
+        f"{lower_rate(options)}; if that does not help, with {more_tokens(options, progress)}"
+    )
+
+
+def lower_rate(options: TrainOptions) -> str:
+    """A tenth of the learning rate, as it is typed: `0.03%`, or `1e-05`."""
+    if is_relative(options):
+        percent = float(str(options.learning_rate).removesuffix("%")) / _STEP
+        return f"{percent:g}%"
+    return f"{float(options.learning_rate) / _STEP:g}"
+
+
 def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
-    """How to train on more tokens; the length was given in one of three ways, or not at all."""
-    more = _MORE * progress.tokens
+    """The options for more tokens; the length was given in one of three ways, or not at all."""
+    more = _STEP * progress.tokens
     length = f"--tokens {more}"
     given = [flag(name) for name in ("alpha", "steps") if options.is_set(name)]
 
@@ -62,7 +82,7 @@ def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
             given = [f"--data {options.data[0]}", *given]
 
     instead = f" instead of {' and '.join(given)}" if given else ""
-    return f"train on more tokens: the same command with --overwrite and {length}{instead}"
+    return f"{length}{instead}"
 
 
 def _baseline(run: OpenedRun) -> tuple[str, str | None]:

@@ -42,8 +42,8 @@ def command(options: TrainOptions) -> None:
 
     from gqa.core.devices import ranks
     from gqa.uptrain.run import uptrain
-    from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import plan_lines, result_lines
+    from gqa.uptrain.setup import load_unless_trained, open_run
+    from gqa.uptrain.summary import opened_lines, ready_lines, result_lines
 
     transformers.utils.logging.set_verbosity_error()
     quiet = options.quiet or not ranks().is_main_process
@@ -52,10 +52,15 @@ def command(options: TrainOptions) -> None:
         return
 
     with Watcher(quiet) as watcher:
-        run = prepare(options, sys.argv[1:], watcher=watcher)
+        opened = open_run(options, sys.argv[1:], watcher)
+
+        # Before text is generated, which may take hours
+        if not quiet:
+            print_lines(opened_lines(opened), err=options.json)
+        run = load_unless_trained(opened, watcher)
 
     if not quiet:
-        print_lines(plan_lines(run), err=options.json)
+        print_lines(ready_lines(run), err=options.json)
 
     with watcher:
         progress, record = uptrain(run, watcher)

@@ -76,15 +76,14 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     Raises RefusedError and CorpusError as a run would, except for what needs the tokenizer, the
     weights or more than the beginning of the text.
     """
-    processes = ranks().num_processes
-    resolved = resolve_run(options, processes, watcher)
+    resolved = resolve_run(options, ranks().num_processes, watcher)
     _check_text(resolved.options)
-    needs = training_needs(resolved, processes)
+    needs = training_needs(resolved)
     return DryRun(
         resolved=resolved,
         precision=precision_name(resolved.options),
         needs=needs,
-        time=_training_time(resolved, needs, processes),
+        time=training_time(resolved, needs),
         warnings=tuple(_output_warnings(resolved, needs)),
     )
 
@@ -96,7 +95,7 @@ def _check_text(options: TrainOptions) -> None:
             next(source.rows())
 
 
-def training_needs(resolved: ResolvedRun, processes: int) -> TrainingNeeds:
+def training_needs(resolved: ResolvedRun) -> TrainingNeeds:
     """Memory and disk space, by the table of docs/scale.md, and roughly the activations."""
     options = resolved.options
     checkpoint = resolved.checkpoint
@@ -134,16 +133,14 @@ def training_needs(resolved: ResolvedRun, processes: int) -> TrainingNeeds:
         **asdict(memory),
         parameters=parameters,
         trained=trained,
-        activations=_activations(resolved, resolved.length, processes),
+        activations=_activations(resolved, resolved.length),
         result=checkpoint.nbytes,
         trained_weights=affected_bytes(model, checkpoint),
         teacher_parameters=teacher_parameters,
     )
 
 
-def _training_time(
-    resolved: ResolvedRun, needs: TrainingNeeds, processes: int
-) -> TrainingTime | None:
+def training_time(resolved: ResolvedRun, needs: TrainingNeeds) -> TrainingTime | None:
     """How long the run takes, if its length is known."""
     options = resolved.options
     length = resolved.length
@@ -169,10 +166,10 @@ def _training_time(
         validation_tokens = 0 if options.validation else options.validation_tokens
         sequences = math.ceil((length.tokens + validation_tokens) / length.block_size)
         generating = generating_seconds(teacher, sequences, length.block_size, device)
-    return TrainingTime(device, generating, training / processes)
+    return TrainingTime(device, generating, training / ranks().num_processes)
 
 
-def _activations(resolved: ResolvedRun, length: Length | None, processes: int) -> int | None:
+def _activations(resolved: ResolvedRun, length: Length | None) -> int | None:
     """Bytes of activations of one forward pass on one process, if the length is known."""
     config = resolved.config.get_text_config(decoder=True)
     hidden_size = getattr(config, "hidden_size", None)
@@ -181,7 +178,7 @@ def _activations(resolved: ResolvedRun, length: Length | None, processes: int) -
         return None
 
     options = resolved.options
-    micro_batch = options.micro_batch or length.blocks_per_step // processes
+    micro_batch = options.micro_batch or length.blocks_per_step // ranks().num_processes
     number_bytes = 2 if precision_name(options) == "bfloat16" else 4
     return activation_memory(
         hidden_size,

@@ -98,6 +98,11 @@ class OpenedRun(ResolvedRun):
         """The log of every step."""
         return self.states.directory / METRICS_LOG
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether only the result is to be written."""
+        return self.continues_from is not None and self.continues_from.is_trained
+
     def open_output(self) -> OutputDirectory:
         """The output, not yet created. Raises RefusedError if it must not be."""
         return OutputDirectory(self.out, self.checkpoint.directory, self.options.overwrite)
@@ -147,10 +152,7 @@ def prepare(
         OutputError: There is no space for the result.
     """
     run = open_run(options, argv, watcher, shares_states)
-    is_trained = run.continues_from is not None and run.continues_from.is_trained
-    if is_trained:
-        return run
-    return load_run(run, watcher)
+    return load_unless_trained(run, watcher)
 
 
 def resolve_run(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> ResolvedRun:
@@ -240,6 +242,16 @@ def open_run(
         description=description,
         continues_from=continues_from,
     )
+
+
+def load_unless_trained(run: OpenedRun, watcher: Watcher = SILENT) -> OpenedRun | ReadyRun:
+    """Load a run, unless an earlier one has trained its weights already.
+
+    Raises RefusedError and CorpusError.
+    """
+    if run.is_trained:
+        return run
+    return load_run(run, watcher)
 
 
 def load_run(run: OpenedRun, watcher: Watcher = SILENT) -> ReadyRun:

@@ -10,12 +10,12 @@ from gqa.convert.summary import size
 from gqa.core.errors import plural
 from gqa.corpus.specs import planned_source
 from gqa.uptrain.advice import next_line
-from gqa.uptrain.dry_run import DryRun, TrainingNeeds
+from gqa.uptrain.dry_run import DryRun, TrainingNeeds, training_needs, training_time
 from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.schedule import warmup_steps
-from gqa.uptrain.setup import OpenedRun, ReadyRun
+from gqa.uptrain.setup import OpenedRun, ReadyRun, ResolvedRun
 from gqa.uptrain.state_files import TrainingProgress
 from gqa.uptrain.training_time import TrainingTime
 
@@ -27,26 +27,37 @@ CROSS_ENTROPY = "cross-entropy"
 _LARGEST_USUAL_RATE = 0.01
 
 
-def plan_lines(run: OpenedRun) -> list[str]:
-    """The plan of a run, in lines for people."""
+def opened_lines(run: OpenedRun) -> list[str]:
+    """What is known of a run before models and text are loaded, in lines for people."""
     output_line = f"output      {run.options.output}"
-    if not isinstance(run, ReadyRun):
+    if run.is_trained:
         return [
             f"continues   training is done, in {run.states.directory}: only the result is written",
             output_line,
         ]
 
-    model = run.checkpoint.hub_id or run.checkpoint.name
-    trained = run.model.num_parameters(only_trainable=True)
+    needs = training_needs(run)
     lines = [
-        _model_line(model, trained, run.model.num_parameters(), run.options),
+        _model_line(run, needs),
         _teacher_line(run.options, run.teacher_text),
+    ]
+    time = training_time(run, needs)
+    if time and run.continues_from is None:
+        lines.append(f"estimate    {_time_text(time)}")
+    return [*lines, output_line]
+
+
+def ready_lines(run: OpenedRun) -> list[str]:
+    """What is known besides once models and text are loaded; empty if nothing had to be."""
+    if not isinstance(run, ReadyRun):
+        return []
+
+    lines = [
         f"data        {', '.join(run.options.data)}: {run.dataloader.summary}",
         _steps_line(run),
         _optimizer_line(run),
         _precision_line(run.options.precision),
         _validation_plan(run),
-        output_line,
     ]
     overlap = run.dataloader.overlap
     if overlap and overlap.was_found:
@@ -71,9 +82,8 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     options = resolved.options
     needs = plan.needs
 
-    model = resolved.checkpoint.hub_id or resolved.checkpoint.name
     lines = [
-        _model_line(model, needs.trained, needs.parameters, options),
+        _model_line(resolved, needs),
         _teacher_line(options, resolved.teacher_text),
         f"data        {', '.join(map(planned_source, options.data))}",
     ]
@@ -159,9 +169,13 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
     }
 
 
-def _model_line(model: str, trained: int, parameters: int, options: TrainOptions) -> str:
+def _model_line(resolved: ResolvedRun, needs: TrainingNeeds) -> str:
     """The model's name, and how many of its parameters train."""
-    return f"model       {model}: {trained:,} of {parameters:,} parameters train ({options.train})"
+    model = resolved.checkpoint.hub_id or resolved.checkpoint.name
+    return (
+        f"model       {model}: {needs.trained:,} of {needs.parameters:,} parameters train "
+        f"({resolved.options.train})"
+    )
 
 
 def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
@@ -201,13 +215,16 @@ def _precision_line(precision: str | None) -> str:
 
 
 def _time_text(time: TrainingTime) -> str:
-    """`about 2 hours on cpu: 40 minutes to generate the text, 80 minutes to train`."""
+    """`about 2 hours on cpu: 40 minutes to generate the text, 80 minutes to train`.
+
+    Text that is in the cache is not generated again, so that is the most it takes.
+    """
     text = f"about {duration(time.total)} on {time.device}"
     if not time.generating:
         return text
     return (
-        f"{text}: {duration(time.generating)} to generate the text, {duration(time.training)} to "
-        "train"
+        f"{text}: at most {duration(time.generating)} to generate the text, "
+        f"{duration(time.training)} to train"
     )
 
 
@@ -280,7 +297,6 @@ def _validation_result(run: OpenedRun, progress: TrainingProgress) -> list[str]:
     if progress.is_unchanged:
         lines.append(
             f"unchanged   no step lowered the {loss}: the weights are "
-            f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
-            f"{_rate_as_typed(run.options)}), or more tokens"
+            f"those of {run.checkpoint.name} (the learning rate was {_rate_as_typed(run.options)})"
         )
     return lines
