@@ -76,7 +76,7 @@ class Advice:
         if method.reads != "text":
             yield (
                 f"--method {method.name} does not run the model, "
-                f"so the quality of the result was not measured: {self._unmeasured()}"
+                f"so the quality of the result was not measured. {self._unmeasured()}"
             )
         elif self._loss.level == "damaged":
             *others, last = self._remedies()
@@ -112,7 +112,8 @@ class Advice:
             yield (
                 f"the loss begins in layer {layer + 1} of {plan.config.layers}: after it, the "
                 f"hidden states differ from the base model's by {drifts[layer]:.0%}. This keeps "
-                f"all KV heads of that layer: {command}"
+                "all KV heads of that layer, but the result needs code of its own "
+                f"(trust_remote_code), which fewer engines load: {command}"
             )
 
     def _unmeasured(self) -> str:
@@ -121,10 +122,10 @@ class Advice:
         A method that reads the weights may leave a usable model, so it is to be measured; of one
         that reads nothing, no result was.
         """
-        remedy = " or ".join(self._remedies())
+        remedy = ", or ".join(self._remedies())
         if self.plan.method.reads == "weights" and self._predicts_tokens:
-            return f"measure it with gqa-eval, and unless the verdict is good, {remedy}"
-        return f"the result is not usable until it is trained; {remedy}"
+            return f"Measure it with gqa-eval. Unless the verdict is good, {remedy}"
+        return f"It is not usable until it is trained. {remedy[0].upper()}{remedy[1:]}"
 
     def quality_line(self) -> str:
         """The measured quality with its verdict, or why it was not measured and what measures

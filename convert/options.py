@@ -66,9 +66,9 @@ class ConvertOptions(Options):
     )
     output: Path | None = option(
         None,
-        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> if G "
-        "is 1, MODEL-gqa<G> if no heads are merged, MODEL-kv<PERCENT>-<METHOD> if heads differ by "
-        "layer or with --kv-budget]",
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, for a hub id in "
+        "the working directory; MODEL-mqa-<METHOD> if G is 1, MODEL-gqa<G> if no heads are merged, "
+        "MODEL-kv<PERCENT>-<METHOD> if heads differ by layer or with --kv-budget]",
         short="-o",
         metavar="DIR",
         group=MAIN,

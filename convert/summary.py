@@ -58,10 +58,10 @@ def kv_line(before: KVCache, after: KVCache) -> str:
 
 
 def cache_change(ratio: float) -> str:
-    """How the KV cache changes in words, from bytes before / bytes after: `4x less`."""
+    """How the KV cache changes in words, from bytes before / bytes after: `4x smaller`."""
     if ratio == 1:
         return "the same"
-    return f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
+    return f"{ratio:.3g}x smaller" if ratio > 1 else f"{1 / ratio:.3g}x larger"
 
 
 def ratio_text(ratio: Mapping[str, float | None]) -> str:
@@ -91,7 +91,7 @@ def _ratio_number(value: float | None) -> str:
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     """The measured quality in words: `perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of
-    generated text in windows of 256, recall 79% (base model 80%)`.
+    generated text in windows of 256, recall 80% -> 79%`.
 
     Args:
         quality: The entry `quality` of a conversion's record.
@@ -104,7 +104,7 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     parts = [f"perplexity x{ratio_text(quality)} on {where}"]
     recall = quality.get("recall")
     if recall:
-        parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
+        parts.append(f"recall {recall['base']:.0%} -> {recall['converted']:.0%}")
     return ", ".join(parts)
 
 
@@ -157,7 +157,7 @@ def layer_lines(maps: StoredMaps | None) -> list[str]:
         return []
 
     return [
-        "layers      relative squared error of the attention output (not of the model), layer by "
+        "errors      relative squared error of the attention output (not of the model), layer by "
         "layer:",
         *_rows([_error_cell(error) for error in maps.errors]),
         "drift       difference of the hidden states from the base model's, after each layer:",

@@ -24,9 +24,10 @@ _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
 
-# What starts or ends markup inside a line; `:` so that no address becomes a link by itself.
-# Parentheses mean nothing without brackets.
-_MARKUP = re.compile(r"[\\`*_\[\]<>#|~$&!:@]")
+# What starts or ends markup inside a line; `:` so that no address becomes a link by itself, which a
+# colon before a space never is. Parentheses mean nothing without brackets, and `>` after a word or
+# an arrow's dash nothing without `<`.
+_MARKUP = re.compile(r"[\\`*_\[\]<#|~$&!@]|:(?=\S)|(?<!\S)>")
 
 
 def visible(text: str) -> str:

@@ -253,7 +253,7 @@ METRICS = (
         measure=_perplexity_ratio,
         keys=("ratio", "ratio_low", "ratio_high", "log_ratio", "log_ratio_error"),
         columns=(
-            Column("x baseline", "{ratio:,.3f}"),
+            Column("ratio", "{ratio:,.3f}"),
             Column("95% interval", "{ratio_low:,.3f} - {ratio_high:,.3f}"),
         ),
         row=(

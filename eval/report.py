@@ -30,6 +30,7 @@ from gqa.eval.page import Column, Table, Verdict, line_width, table, wrap, write
 Record = dict[str, Any]
 
 _RESULTS = "results.json"
+_LEVEL_COLUMNS = 11  # of the longest verdict and two spaces
 _NAMED = 2  # most models that the title of a report names
 
 
@@ -83,10 +84,9 @@ def loss_of_model(first: Record, model: Record) -> Loss:
 
 def _saved_and_lost(first: Record, model: Record) -> str:
     """The heads and the cache of a model against the first, and its quality, in words."""
-    heads = ""
     parts = []
     if "heads" in first and "heads" in model:
-        heads = _compared_heads(first["heads"]["kv"], model["heads"]["kv"])
+        parts.append(_compared_heads(first["heads"]["kv"], model["heads"]["kv"]))
         parts.append(_saved_cache(first, model))
     if "quality" in model:
         parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
@@ -103,16 +103,16 @@ def _saved_and_lost(first: Record, model: Record) -> str:
         )
     elif "quality" in model and not _is_encoder_decoder(model):
         parts.append("recall not measured")
-    return heads + ", ".join(parts)
+    return ", ".join(parts)
 
 
 def _compared_heads(before: float, after: float) -> str:
-    """`2 of 8 KV heads: `, `all 8 KV heads: `, or `2 -> 8 KV heads: ` if there are more."""
+    """`2 of 8 KV heads`, `all 8 KV heads`, or `2 -> 8 KV heads` if there are more."""
     if after == before:
-        return f"all {after} KV heads: "
+        return f"all {after} KV heads"
     if after > before:
-        return f"{before} -> {after} KV heads: "
-    return f"{after} of {before} KV heads: "
+        return f"{before} -> {after} KV heads"
+    return f"{after} of {before} KV heads"
 
 
 def _is_encoder_decoder(model: Record) -> bool:
@@ -141,8 +141,8 @@ def as_text(results: Record, stream: TextIO | None = None) -> str:
     width = line_width(stream or sys.stdout)
     lines = []
     for verdict in verdicts(results):
-        level = f"{verdict.level}: " if verdict.level else ""
-        lines.append(wrap(level + verdict.text, width, "  "))
+        level = f"{verdict.level:{_LEVEL_COLUMNS}}" if verdict.level else ""
+        lines.append(wrap(level + verdict.text, width, " " * len(level)))
 
     paragraphs = [table.text(width) for table in tables(results)]
     if lines:
@@ -260,11 +260,11 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     note = ""
     if memory:
         note = (
-            f"batch: sequences of {memory['context']:,} tokens that fit into "
+            f"sequences: of {memory['context']:,} tokens, as many as fit into "
             f"{size(memory['bytes'])} with the weights (activations not counted)"
         )
         if any(model.get("kv_cache", {}).get("fits", {}).get("batch") == 0 for model in models):
-            note += "; 0: not even one does"
+            note += "; 0: not even one fits"
     context = next((model["kv_cache"]["context"] for model in models if "kv_cache" in model), 0)
     columns = [
         _NAME,
@@ -276,7 +276,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         columns.append(Column("cache left", cache_left))
     columns += [
         Column(f"KV at {context:,}", lambda model: size(model["kv_cache"]["bytes_at_context"])),
-        Column("batch", "{kv_cache[fits][batch]:,}"),
+        Column("sequences", "{kv_cache[fits][batch]:,}"),
     ]
     return table("Memory", columns, models, note)
 

@@ -49,9 +49,9 @@ def test_the_tables() -> None:
     verdicts, quality, memory = (
         part.splitlines() for part in evaluate_models("SRC G4 G2 --data TEXT").out.split("\n\n")
     )
-    assert [line.partition(", ")[0] for line in verdicts] == [
-        "damaged: gqa4: 4 of 8 KV heads: KV cache 2x smaller",
-        "damaged: gqa2: 2 of 8 KV heads: KV cache 4x smaller",
+    assert [line.partition(", perplexity")[0] for line in verdicts] == [
+        "damaged    gqa4: 4 of 8 KV heads, KV cache 2x smaller",
+        "damaged    gqa2: 2 of 8 KV heads, KV cache 4x smaller",
     ]
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
@@ -446,7 +446,7 @@ def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
         )
     )
     in_words = run(*words(f"G2 {SOURCE} --data TEXT --tokens 64 --context 32"), program="gqa-eval")
-    assert "2 -> 8 KV heads: KV cache 4x larger" in in_words.out
+    assert "2 -> 8 KV heads, KV cache 4x larger" in in_words.out
     assert "good" not in in_words.out
     in_order = run(*words(f"{SOURCE} G2 {options}"), program="gqa-eval")
     in_order.expect(err="")
@@ -471,7 +471,7 @@ def test_a_model_that_is_compared_with_itself_gives_a_warning() -> None:
 
 def test_a_batch_of_none_is_explained() -> None:
     options = "--context 512 -q --memory"
-    note = "; 0: not even one does"
+    note = "; 0: not even one fits"
     too_little = run(*words(f"{SOURCE} G2 {options} 12MiB"), program="gqa-eval")
     assert note in too_little.out
     enough = run(*words(f"{SOURCE} G2 {options} 64MiB"), program="gqa-eval")

@@ -166,7 +166,7 @@ def test_report(full: tuple[Result, Path]) -> None:
     """One page without other files, whose tables do not mix with JSON on stdout."""
     result, out = full
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.json"]
-    assert result.err.startswith("damaged: 2 of 8 KV heads: ")
+    assert result.err.startswith("damaged    2 of 8 KV heads, ")
     assert "\nDecoding\n" in result.err
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
@@ -310,28 +310,28 @@ def recall(*shares: float) -> dict[str, Any]:
             {},
             FEWER | RATIO,
             "trade-off",
-            "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10), "
+            "2 of 8 KV heads, KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10), "
             "recall not measured",
         ),
         (
             recall(0.9, 0.8),
             FEWER | RATIO | recall(0.9, 0.8),
             "trade-off",
-            "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10), "
+            "2 of 8 KV heads, KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10), "
             "recall 88% -> 88% (random tokens 45% -> 45%)",
         ),
         (
             recall(0.9, 0.8),
             FEWER | recall(0.5, 0.1),
             "damaged",
-            "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
+            "2 of 8 KV heads, KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
-        ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "all 8 KV heads: KV cache 2x larger"),
+        ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "all 8 KV heads, KV cache 2x larger"),
         (
             {},
             {"quality": {}, "against_baseline": {"ratio": 1234.5}},
             "damaged",
-            "all 8 KV heads: the same KV cache, perplexity x1,234, recall not measured",
+            "all 8 KV heads, the same KV cache, perplexity x1,234, recall not measured",
         ),
     ],
 )

@@ -235,11 +235,19 @@ def test_the_markdown_of_a_name_is_its_text() -> None:
         "&amp;",
         "\\",
         "![i](u)",
+        "> quoted",
+        "a <b>",
     ]
     for text in texts:
         assert unescape(MarkdownIt().renderInline(markdown(text))) == one_line(text)
     assert "<script>" in render(HOSTILE)
     assert "<em>" in render(HOSTILE)
+
+
+def test_ordinary_text_has_no_backslashes() -> None:
+    """Cards are read as text, too."""
+    text = "perplexity x1.05 (1.04-1.06), recall 82% -> 81%: trade-off"
+    assert markdown(text) == text
 
 
 @pytest.mark.parametrize("text", ["`", "``", "a`b", "`a`", "``a`` b`", " ", "", HOSTILE])

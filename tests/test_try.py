@@ -66,7 +66,7 @@ def test_the_last_line_is_what_the_conversion_measured(tmp_path: Path) -> None:
     assert " ".join(last.split()) == (
         "Result: trade-off (quality was lost; training recovers a part of it): KV cache 4x "
         "smaller, perplexity x1.21 (95% interval 1.18-1.24) on 8,160 tokens of text that the base "
-        "model generated, recall 79% (base model 81%)"
+        "model generated, recall 81% -> 79%"
     )
 
 

@@ -14,6 +14,8 @@ from support.checkpoints import Result, edit_json, edit_tensors, run, snapshot
 from support.patches import forbid, use_bfloat16, use_speed
 from support.training import converted_beside_base, fresh_accelerator, material
 
+from gqa.convert.summary import size
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -137,7 +139,7 @@ def test_a_dry_run_says_that_a_source_is_no_file(converted: Path) -> None:
     [
         ("0.3%", "0.3% of each weight's root mean square"),
         (1e-4, "0.0001 for all weights"),
-        (0.3, "0.3 for all weights (a share of each weight is written 0.3%)"),
+        (0.3, "0.3 for all weights (did you mean 0.3%, relative to each weight?)"),
     ],
 )
 def test_a_dry_run_says_what_the_learning_rate_is_of(
@@ -311,15 +313,12 @@ def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:
     assert re.match(r"warning: .*base exists; choose another directory", done.err), done.err
 
 
-@pytest.mark.parametrize(
-    ("words", "copies", "times"), [((), 2, "twice"), (("--save-every", 1), 3, "3 times")]
-)
+@pytest.mark.parametrize(("words", "copies"), [((), 2), (("--save-every", 1), 3)])
 def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
     converted: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[object, ...],
     copies: int,
-    times: str,
 ) -> None:
     """While one is saved, those that are kept are still there: one, or two with --save-every."""
     usage = shutil.disk_usage(converted)
@@ -333,7 +332,7 @@ def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
     enough = said(copies * state)
     assert enough.err == ""
     assert line(enough.out, "disk ").endswith(
-        f"for a saved state, {times} while the next one is saved"
+        f"and up to {size(copies * state)} for saved states while it runs"
     )
     too_small = said(copies * state - 1).err
     assert f"the saved states of the run take {copies * state:,} bytes" in too_small

@@ -28,13 +28,13 @@ Documentation: docs/uptraining.md in the repository
 
 @command_of(TrainOptions, _EPILOG)
 def command(options: TrainOptions) -> None:
-    """Train the converted checkpoint MODEL further and write a plain checkpoint.
+    """Train the converted checkpoint MODEL further, and write an ordinary checkpoint.
 
     By default MODEL learns to predict what its base model (the teacher) predicts, on text that the
-    base model generates. Of the weights along the way, those with the lowest loss on validation
-    text are written. This loss is the KL divergence from the teacher, or the cross-entropy without
-    a teacher. If no step lowers it, MODEL is written unchanged. The same command continues a run
-    that was stopped.
+    base model generates. The weights of the step with the lowest loss on validation text are
+    written. This loss is the KL divergence from the teacher, or the cross-entropy without a
+    teacher. If no step lowers it, MODEL is written unchanged. The same command continues a run that
+    was stopped.
 
     For several processes, use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """

@@ -74,7 +74,7 @@ class TrainOptions(Options):
     output: Path | None = option(
         None,
         "Output directory. DIR-state holds the saved states until the run ends.  "
-        "[default: MODEL-uptrained next to MODEL]",
+        "[default: MODEL-uptrained next to MODEL, for a hub id in the working directory]",
         short="-o",
         metavar="DIR",
         may_change=True,
@@ -159,7 +159,8 @@ class TrainOptions(Options):
     )
     validation_tokens: int = option(
         8192,
-        "Upper limit of validation tokens, in whole blocks; at least one block.",
+        "Measure the loss on at most this many tokens of the validation text, wherever it is "
+        "from; in whole blocks, at least one.",
         tokens_type(),
         alias="--heldout-tokens",
         metavar="COUNT",

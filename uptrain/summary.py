@@ -125,19 +125,21 @@ def _memory_line(needs: TrainingNeeds, optimizer: str) -> str:
     }
     parts = ", ".join(f"{name} {size(count)}" for name, count in sizes.items() if count)
 
-    activations = "activations come on top"
-    if needs.activations is not None:
-        activations = f"about {size(needs.activations)} of activations on top"
-    return f"memory      {size(needs.memory)} on a GPU ({parts}); {activations}"
+    if needs.activations is None:
+        return f"memory      {size(needs.memory)} on a GPU ({parts}), and activations"
+    total = needs.memory + needs.activations
+    return (
+        f"memory      about {size(total)} on a GPU ({parts}, activations about "
+        f"{size(needs.activations)})"
+    )
 
 
 def _disk_line(needs: TrainingNeeds, kept_states: int) -> str:
     """The space that a training needs on the disk. A new state is whole before an old one goes."""
-    at_once = kept_states + 1
-    times = "twice" if at_once == 2 else f"{at_once} times"
+    states = (kept_states + 1) * needs.state
     return (
-        f"disk        {size(needs.result)} for the result; {size(needs.state)} for a saved state, "
-        f"{times} while the next one is saved"
+        f"disk        {size(needs.result)} for the result, and up to {size(states)} for saved "
+        "states while it runs"
     )
 
 
@@ -234,7 +236,7 @@ def _peak_rate(options: TrainOptions) -> str:
         return f"{options.learning_rate} of each weight's root mean square"
     text = f"{_rate_as_typed(options)} for all weights"
     if float(options.learning_rate) > _LARGEST_USUAL_RATE:
-        text += f" (a share of each weight is written {_rate_as_typed(options)}%)"
+        text += f" (did you mean {_rate_as_typed(options)}%, relative to each weight?)"
     return text
 
 
@@ -292,7 +294,8 @@ def _validation_result(run: OpenedRun, progress: TrainingProgress) -> list[str]:
     if run.options.distills:
         lines.append(
             f"            {CROSS_ENTROPY} {before['cross_entropy']:.4f} -> "
-            f"{after['cross_entropy']:.4f} nats per token (not what the step is chosen by)"
+            f"{after['cross_entropy']:.4f} nats per token (for information: the KL divergence "
+            "chooses the step)"
         )
     if progress.is_unchanged:
         lines.append(
