@@ -114,7 +114,7 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
-        advice = f"use {default_device()}"
+        advice = f"pass --device {default_device()}"
         if "not compiled with" in str(error):
             advice = f"install a build of torch with {name.split(':')[0].upper()}, or {advice}"
         raise RefusedError(f"device {name} cannot be used: {explain(error)}; {advice}") from error
