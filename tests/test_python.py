@@ -96,7 +96,9 @@ def test_a_model_in_memory_is_converted_and_unchanged(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     directory, model = result.path, result.load()
-    with pytest.raises(gqa.RefusedError, match=r"^device cuda:99 cannot be used: .*pass --device \w+$"):
+    with pytest.raises(
+        gqa.RefusedError, match=r"^device cuda:99 cannot be used: .*pass --device \w+$"
+    ):
         result.load(device="cuda:99")
     assert model.config.num_key_value_heads == 2
     # The saved model is removed
