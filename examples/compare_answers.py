@@ -3,8 +3,9 @@
     python examples/compare_answers.py tasks-base tasks-result
 
 The directories are those of two runs of lm_eval with `--log_samples --output_path DIRECTORY`. For
-each task it prints how many percentage points the second model gained or lost, and the standard
-error of this change. It needs nothing but Python.
+each task it prints how many percentage points the second model gained or lost, the standard error
+of this change, and the change less two standard errors: the loss is unlikely to be larger than
+that. It needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def describe_changes(base: Scores, result: Scores) -> list[str]:
         changes = [100 * (result[name][question] - base[name][question]) for question in questions]
         if len(changes) > 1:
             error = statistics.stdev(changes) / len(changes) ** 0.5
+            change = statistics.mean(changes)
             lines.append(
-                f"{' '.join(name)}: {statistics.mean(changes):+.1f} points "
+                f"{' '.join(name)}: {change:+.1f} points, at worst {change - 2 * error:+.1f} "
                 f"(standard error {error:.1f}, {len(changes)} questions)"
             )
     return lines

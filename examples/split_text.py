@@ -2,7 +2,8 @@
 
     python examples/split_text.py my-text.jsonl ./Llama-2-7b-hf --context 2048
 
-Each line of the file is a JSON object with `text` or with a chat in `messages`. Lines are shuffled,
+Each line of the file is a JSON object with `text`, or with a chat in `messages` or, as in ShareGPT,
+in `conversations`. Lines are shuffled,
 and one that occurs twice is kept once. The first go to heldout.jsonl, the next to validation.jsonl,
 the rest to train.jsonl. Put what belongs together, such as all turns of a chat, into one line:
 otherwise parts of it are trained on, and others are measured on. The text must fit into memory.
@@ -22,6 +23,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 FILES = ("heldout.jsonl", "validation.jsonl", "train.jsonl")
+CHATS = ("messages", "conversations")
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT; others are the same
 
 
 def read_lines(path: Path) -> list[str]:
@@ -38,8 +41,12 @@ def read_lines(path: Path) -> list[str]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             sys.exit(f"error: line {number} of {path} is not JSON ({error})")
-        if not isinstance(row, dict) or not (row.get("text") or row.get("messages")):
-            sys.exit(f"error: line {number} of {path} has neither `text` nor `messages`")
+        if not isinstance(row, dict) or not any(row.get(name) for name in ("text", *CHATS)):
+            sys.exit(
+                f"error: line {number} of {path} has neither `text` nor a chat in `messages` or "
+                "`conversations`; put a prompt and its answer into one `text`, as your application "
+                "sends them"
+            )
 
     distinct = list(dict.fromkeys(lines))
     random.Random(0).shuffle(distinct)
@@ -49,10 +56,14 @@ def read_lines(path: Path) -> list[str]:
 def count_tokens(line: str, tokenizer: Any) -> int:
     """Tokens of a line, a chat in the template of the tokenizer."""
     row = json.loads(line)
-    text = row.get("text")
-    if not text:
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    return len(tokenizer(text)["input_ids"])
+    if row.get("text"):
+        return len(tokenizer(row["text"])["input_ids"])
+
+    messages = row.get("messages") or [
+        {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        for turn in row["conversations"]
+    ]
+    return len(tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"])
 
 
 def parts(
@@ -76,7 +87,7 @@ def parts(
 def main() -> None:
     """Write the files into the working directory, unless one of them is there already."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path, help="JSON lines with text or messages")
+    parser.add_argument("file", type=Path, help="JSON lines with text or chats")
     parser.add_argument("model", help="the model whose tokens are counted: a directory or hub id")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a request and answer")
     parser.add_argument("--heldout", type=int, default=200_000, help="tokens of heldout.jsonl")
@@ -89,7 +100,8 @@ def main() -> None:
     lines = read_lines(arguments.file)
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    if any("messages" in json.loads(line) for line in lines) and not tokenizer.chat_template:
+    has_chats = any(not json.loads(line).get("text") for line in lines)
+    if has_chats and not tokenizer.chat_template:
         sys.exit(
             f"error: the tokenizer of {arguments.model} has no chat template; write each chat as "
             "`text`"

@@ -4,8 +4,8 @@
 #
 #     sh tasks.sh NAME MODEL CONTEXT [OPTION=VALUE ...]
 #
-# CONTEXT is the most tokens of a prompt and its answer. OPTION is an option of vLLM, such as
-# kv_cache_dtype=fp8. It was run with lm_eval 0.4.13 in transformers on a CPU; its options of vLLM
+# CONTEXT is the most tokens of a prompt and its answer; lm_eval cuts longer prompts at their
+# beginning, and only logs it. OPTION is an option of vLLM, such as kv_cache_dtype=fp8. It was run with lm_eval 0.4.13 in transformers on a CPU; its options of vLLM
 # follow the documentation of 0.32.0. docs/guide-7b.md uses it.
 set -eu
 
@@ -41,11 +41,12 @@ if [ "$ENGINE" = hf ]; then
     esac
 fi
 
-# add_bos_token: each prompt begins with the start token, as in the server
+# add_bos_token: each prompt begins with the start token, as in the server. dtype: FlashAttention 3,
+# in which vLLM runs an FP8 cache on Hopper, cannot write float16
 arguments="pretrained=$model,add_bos_token=True"
 case $ENGINE in
     hf) arguments="$arguments,max_length=$context" ;;
-    *) arguments="$arguments,max_model_len=$context,gpu_memory_utilization=0.9" ;;
+    *) arguments="$arguments,dtype=bfloat16,max_model_len=$context,gpu_memory_utilization=0.9" ;;
 esac
 for option in "$@"; do
     arguments="$arguments,$option"

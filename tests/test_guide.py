@@ -23,6 +23,7 @@ import pytest
 import torch
 from support.checkpoints import header_only, run
 from support.embedded import SOURCE
+from support.evaluations import NO_HARNESS
 from support.pages import blocks, commands
 from support.patches import use_bfloat16
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
@@ -45,6 +46,7 @@ PAGES = (PAGE, QWEN_PAGE, VLLM_PAGE)
 TASKS = ROOT / "examples/tasks.sh"
 COMPARE = ROOT / "examples/compare_answers.py"
 SPLIT = ROOT / "examples/split_text.py"
+OWN_TASK = ROOT / "examples/own_task.yaml"
 SUMS = PAGE.with_name("guide-numbers.md")
 GPU = 48 * 10**9  # bytes
 SMALL_GPU = 24 * 10**9
@@ -494,14 +496,38 @@ def test_the_script_compares_the_answers_of_two_models(tmp_path: Path) -> None:
     words = [sys.executable, str(COMPARE), base.name, result.name]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "ifeval none strict: +50.0 points (standard error 50.0, 2 questions)",
-        "squad_completion none exact_match: -50.0 points (standard error 28.9, 4 questions)",
+        "ifeval none strict: +50.0 points, at worst -50.0 (standard error 50.0, 2 questions)",
+        "squad_completion none exact_match: -50.0 points, at worst -107.7 (standard error 28.9, 4 "
+        "questions)",
     ]
     write_samples(tmp_path / "tasks-other", "swde", early, answers(1, 0))
     words[-1] = "tasks-other"
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "error: the directories have no answers to the same questions\n"
+
+
+def test_own_questions_are_a_task_of_the_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may have spaces around it; one that differs is wrong."""
+    lm_eval = pytest.importorskip("lm_eval", reason=NO_HARNESS)
+    tasks = pytest.importorskip("lm_eval.tasks", reason=NO_HARNESS)
+    shutil.copy(OWN_TASK, tmp_path)
+    prompt = "x = 1\ny = 2\nx = 1\ny ="  # which the example model continues by " 2"
+    rows = [{"prompt": prompt, "answer": answer} for answer in ("2", " 2 ", "3", "x")]
+    (tmp_path / "own_task.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    record: Any = lm_eval.simple_evaluate(
+        "hf",
+        {"pretrained": str(ROOT / "examples/stdlib-mha"), "add_bos_token": True},
+        device="cpu",
+        batch_size=1,
+        tasks=["own_task"],
+        bootstrap_iters=10,
+        task_manager=tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
+    )
+    assert record["results"]["own_task"]["exact_match,trimmed"] == 0.5
 
 
 def test_answers_of_several_models_in_a_directory_are_not_compared(tmp_path: Path) -> None:
@@ -552,11 +578,41 @@ def test_the_script_splits_text_into_the_three_files_of_the_guide(tmp_path: Path
     assert note.startswith("Half of the lines have fewer than 2,048 tokens")
 
 
+def test_the_script_counts_chats_in_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """Those of ShareGPT as the same chats in `messages`."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/stdlib-mha")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    turns = [("human", "user", "def f"), ("gpt", "assistant", "return 1")]
+    chat = [{"role": role, "content": text} for _, role, text in turns]
+    shared = [{"from": name, "value": text} for name, _, text in turns]
+    rows = [{"messages": chat}, {"conversations": shared}, {"text": "x"}]
+
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "text.jsonl").write_text(lines)
+    words = [
+        sys.executable,
+        str(SPLIT),
+        "text.jsonl",
+        "model",
+        "--heldout",
+        "1",
+        "--validation",
+        "1",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokens = len(tokenizer("<user>def f\n<assistant>return 1\n")["input_ids"])
+    counts = sorted(int(line.split()[1]) for line in done.stdout.splitlines()[:3])
+    assert counts == [len(tokenizer("x")["input_ids"]), tokens, tokens]
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
         (['{"text": "a"}', "{text"], "error: line 2 of text.jsonl is not JSON"),
-        (['{"prompt": "a"}'], "error: line 1 of text.jsonl has neither `text` nor `messages`"),
+        (['{"prompt": "a"}'], "has neither `text` nor a chat in `messages` or `conv"),
         (['{"text": "a"}'], "so nothing is left to train on; lower --heldout"),
         (['{"messages": [{"role": "user", "content": "a"}]}'], "has no chat template; write each"),
     ],

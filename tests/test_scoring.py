@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import lines
 from support.embedded import SOURCE, UNIFORM_VOCABULARY, copy_source, load, texts, tokenizer
-from support.evaluations import model_directory, results
+from support.evaluations import NO_HARNESS, model_directory, results
 
 from gqa.corpus.encoders import Encoders, HarnessEncoder
 from gqa.corpus.likelihood import kl_divergence
@@ -223,7 +223,6 @@ def test_comparison_with_torch_on_whole_logits(source, part, scores):
 
 
 P = 99  # the prefix
-NO_HARNESS = "lm-evaluation-harness is not installed beside the lowest versions"
 
 
 @settings(deadline=None)

@@ -20,6 +20,9 @@ from support.patches import sample_at_once
 from support.tiny_models import TINY, build
 from support.training import scratch
 
+# Why a test that runs lm_eval is skipped
+NO_HARNESS = "lm-evaluation-harness is not installed beside the lowest versions"
+
 
 @cache
 def model_directory() -> Path:
