@@ -26,6 +26,10 @@ _MAX_VALUE = 1 << 28
 _SHOWN = 60  # characters of a line that is not JSON
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 
+# Columns of data sets for fine-tuning
+_PROMPTS = frozenset({"prompt", "instruction", "question", "input"})
+_ANSWERS = frozenset({"completion", "response", "output", "answer"})
+
 Row = dict[str, Any]
 
 
@@ -229,12 +233,20 @@ def missing_column(
         name: The one of them that is missing.
         present: The columns that it has.
     """
+    present = list(present)
     names = listing(map(repr, present)) or "none"
     option = _column_option(name, columns)
     what = "text" if option == "--text-column" else "targets"
-    return CorpusError(
-        f"{where} has no column {name!r}; it has {names}; name the column of {what} with {option}"
-    )
+    advice = f"name the column of {what} with {option}"
+    if len(columns) == 1 and _has_prompts_and_answers(present):
+        advice = "join prompt and answer into one column 'text', or write chats in 'messages'"
+    return CorpusError(f"{where} has no column {name!r}; it has {names}; {advice}")
+
+
+def _has_prompts_and_answers(columns: Iterable[str]) -> bool:
+    """Whether a column has prompts and another the answers: one alone would be trained on."""
+    names = {column.lower() for column in columns}
+    return bool(names & _PROMPTS) and bool(names & _ANSWERS)
 
 
 def _column_option(name: str, columns: Sequence[str]) -> str:

@@ -80,7 +80,8 @@ MODELS = {
 DATA = {
     "train.jsonl": ["text"],
     "heldout.jsonl": ["text"],
-    "calibration.jsonl": ["text"],
+    "validation.jsonl": ["text"],
+    "sft.jsonl": ["prompt", "completion"],
     "generated-0.jsonl": ["text"],
     "wikitext2-test.txt": [],
     "pairs.jsonl": ["article", "summary"],

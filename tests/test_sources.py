@@ -255,6 +255,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         b"title,body\na,b\n",
         " has no column 'text'; it has 'body', 'title'; name the column of text with --text-column",
     ),
+    "pairs.jsonl": (
+        b'{"prompt": "a", "completion": "b"}\n',
+        " has no column 'text'; it has 'completion', 'prompt'; join prompt and answer into one "
+        "column 'text', or write chats in 'messages'",
+    ),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": column 'text' is not Unicode: "),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
