@@ -57,12 +57,12 @@ without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 
 
 def open_model(model: str, revision: str | None = None, headers_only: bool = False) -> Checkpoint:
-    """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
+    """The checkpoint of a directory or a model id, whose files are fetched into the hub's cache.
 
     Args:
-        model: A directory or a hub id.
-        revision: A branch, tag or commit of a hub id.
-        headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin);
+        model: A directory or a model id.
+        revision: A branch, tag or commit of a model id.
+        headers_only: Fetch only the headers of a model id's weights, unless they have none (.bin);
             call `fetch_weights` before reading tensors.
 
     Raises:
@@ -73,7 +73,7 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
     if os.path.lexists(model):
         if revision is not None:
             raise RefusedError(
-                f"--revision is for hub ids, but {model} is a local path; remove --revision"
+                f"--revision is for model ids, but {model} is a local path; remove --revision"
             )
         return read_checkpoint(Path(model))
     _check_hub_id(model)
@@ -82,8 +82,8 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
 
 
 def require_model(model: str, revision: str | None = None) -> None:
-    """Raise what `open_model` raises for a name that is neither a path nor a hub id that can be
-    found. Of a hub id only config.json is fetched.
+    """Raise what `open_model` raises for a name that is neither a path nor a model id that can be
+    found. Of a model id only config.json is fetched.
     """
     if os.path.lexists(model):
         return
@@ -93,7 +93,7 @@ def require_model(model: str, revision: str | None = None) -> None:
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
-    """Fetch the weights of a hub id that was opened with `headers_only`.
+    """Fetch the weights of a model id that was opened with `headers_only`.
 
     Raises what `open_model` raises.
     """
@@ -112,7 +112,7 @@ def _check_hub_id(model: str) -> None:
     """Raise RefusedError for a name that can only be a path."""
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise RefusedError(
-            f"{_no_directory(model)}; pass a directory with config.json, or a hub id (owner/name)"
+            f"{_no_directory(model)}; pass a directory with config.json, or a model id (owner/name)"
         )
 
 
@@ -121,7 +121,7 @@ def _no_directory(model: str) -> str:
     text = f"there is no directory {model!r}"
     if similar := similar_directory(model):
         return f"{text} (did you mean {similar}?)"
-    if re.search(r"-(gqa\d*|mqa)\b", model):
+    if re.search(r"-gqa\d*\b", model):
         return f"{text} (it has the name of a result: if it is yours, run gqa-convert first)"
     return text
 
@@ -140,8 +140,8 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise
     except HFValidationError as error:
         raise RefusedError(
-            f"{_no_directory(model)}, and it is not a hub id (owner/name): {explain(error)}; pass "
-            "a directory with config.json, or a hub id"
+            f"{_no_directory(model)}, and it is not a model id (owner/name): {explain(error)}; "
+            "pass a directory with config.json, or a model id"
         ) from error
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
         if cause := local_cause(error):
@@ -156,7 +156,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 @contextmanager
 def _cached(model: str, directory: Path) -> Iterator[None]:
-    """Say in errors about the files of a hub id that they are in the hub's cache, where they stay
+    """Say in errors about the files of a model id that they are in the hub's cache, where they stay
     until deleted.
     """
     try:
@@ -175,7 +175,7 @@ def _cached(model: str, directory: Path) -> Iterator[None]:
 def default_output(model: str, suffix: str) -> Path:
     """A model's path with a suffix: next to a local model.
 
-    Of a hub id or its cache, in the working directory.
+    Of a model id or its cache, in the working directory.
     """
     path = Path(model)
     hub_id, _ = cached_revision(path)
@@ -190,7 +190,7 @@ def default_output(model: str, suffix: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoint:
-    """The checkpoint of a hub id; see `open_model`."""
+    """The checkpoint of a model id; see `open_model`."""
     directory = _fetch(model, revision, "config.json")
     commit = directory.name
     names, unreachable = _names_at_hub(model, commit)

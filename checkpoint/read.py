@@ -110,7 +110,7 @@ class Checkpoint:
         side_files: Its other files that a result copies.
         left_out: Its other files that a result does not copy.
         revision: The commit at the hub, if it comes from there.
-        hub_id: The hub id, if it comes from there.
+        hub_id: The model id, if it comes from there.
         stored: The stored checkpoint, if this is a view of it in another class.
         view_kind: The kind of such a view: `native` or `custom modeling code`.
         extra_files: Additional text files of the result: contents by name.

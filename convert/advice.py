@@ -81,7 +81,7 @@ class Advice:
         elif self._loss.level == "damaged":
             *others, last = self._remedies()
             advice = ", ".join(["Keep more KV heads", *others, f"or {last}"])
-            yield f"this model is damaged, not usable as it is. {advice}"
+            yield f"the converted model is damaged, not usable as it is. {advice}"
             yield from self._layer_to_keep()
 
     def _remedies(self) -> list[str]:
@@ -112,7 +112,7 @@ class Advice:
             yield (
                 f"the loss begins in layer {layer + 1} of {plan.config.layers}: after it, the "
                 f"hidden states differ from the base model's by {drifts[layer]:.0%}. This keeps "
-                "all KV heads of that layer, but the result needs code of its own "
+                "all KV heads of that layer, but the result needs custom modeling code "
                 f"(trust_remote_code), which fewer engines load: {command}"
             )
 
@@ -132,7 +132,7 @@ class Advice:
         it.
         """
         if not self._predicts_tokens:
-            return "not measured: the model has no head that predicts tokens"
+            return "not measured: the model has no language-modeling head (lm_head)"
         if text := quality_text(self.maps):
             return f"{self._loss.level}: {text}"
         if self._config.is_encoder_decoder:

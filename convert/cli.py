@@ -73,7 +73,7 @@ Documentation: docs/converting.md in the repository
 
 @command_of(ConvertOptions, _EPILOG)
 def command(options: ConvertOptions) -> None:
-    """Convert MODEL (a directory or a hub id) into a checkpoint with G KV heads.
+    """Convert MODEL (a directory or a model id) into a checkpoint with G KV heads.
 
     With fewer KV heads, the KV cache is smaller, and some quality is lost. With --method refined
     (the default) or calibrated, the loss is measured and printed. MODEL is not changed.

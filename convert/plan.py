@@ -129,9 +129,9 @@ class Plan:
 
     def default_directory(self, model: str, method: Method) -> Path:
         """Where the result of a method goes by default: `MODEL-gqa4-refined` next to a local model,
-        in the working directory for a hub id.
+        in the working directory for a model id.
 
-        `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
+        `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
         heads differ by layer and 56 % of them remain, or with `--kv-budget 0.56`.
 
         model: The base model, as the user named it.

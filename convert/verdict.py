@@ -27,6 +27,11 @@ DAMAGED_RATIO = 1.5
 GOOD_RECALL_LOSS = 0.02
 DAMAGED_RECALL_LOSS = 0.10
 
+LEGEND = (
+    f"good: at most x{GOOD_RATIO} (end of the interval) and {100 * GOOD_RECALL_LOSS:.0f} points of "
+    f"recall lost; damaged: above x{DAMAGED_RATIO} or {100 * DAMAGED_RECALL_LOSS:.0f} points"
+)
+
 MEANINGS: dict[Level, str] = {
     "good": "hardly worse than the base model",
     "trade-off": "quality was lost; training recovers a part of it",

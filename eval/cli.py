@@ -31,8 +31,8 @@ Documentation: docs/evaluating.md in the repository
 def command(options: EvaluateOptions) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.
 
-    BASELINE and each MODEL are directories or hub ids; every MODEL is compared with BASELINE. Pass
-    at least one of --data, --recall, --decode and --memory.
+    BASELINE and each MODEL are directories or model ids; every MODEL is compared with BASELINE.
+    Pass at least one of --data, --recall, --decode and --memory.
     """
     from gqa.eval.evaluate import Record, measure
     from gqa.eval.report import as_text, open_report, write_report

@@ -84,7 +84,7 @@ class EvaluateOptions(Options):
     memory: int | None = option(
         None,
         "Show how many sequences of --context tokens fit into this memory next to the weights, "
-        "like 71GiB (90% of an 80 GB GPU).",
+        "like 71GiB (90% of the 79 GiB of an 80 GB GPU).",
         BYTES,
         metavar="SIZE",
         group=MAIN,

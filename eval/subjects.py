@@ -146,7 +146,7 @@ def open_subjects(
     revision: str | None = None,
     simulated_caches: Sequence[CacheFormatName] = (),
 ) -> list[Subject]:
-    """Open directories and hub ids; hub ids are downloaded.
+    """Open directories and model ids; model ids are downloaded.
 
     All of them come once more for each format of a cache in `simulated_caches`.
 
@@ -155,7 +155,7 @@ def open_subjects(
     is_local = {model: os.path.lexists(model) for model in models}
     if revision is not None and all(is_local.values()):
         raise RefusedError(
-            "--revision is for hub ids, but all of these are local paths; remove --revision"
+            "--revision is for model ids, but all of these are local paths; remove --revision"
         )
 
     checkpoints = []

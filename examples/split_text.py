@@ -88,7 +88,7 @@ def main() -> None:
     """Write the files into the working directory, unless one of them is there already."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path, help="JSON lines with text or chats")
-    parser.add_argument("model", help="the model whose tokens are counted: a directory or hub id")
+    parser.add_argument("model", help="the model whose tokens are counted: a directory or model id")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a request and answer")
     parser.add_argument("--heldout", type=int, default=200_000, help="tokens of heldout.jsonl")
     parser.add_argument("--validation", type=int, default=50_000, help="of validation.jsonl")

@@ -99,7 +99,7 @@ def measured(model_name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory or a hub id")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory or a model id")
     parser.add_argument("--prompt", default=PROMPT, help="the beginning of the text")
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="how many tokens to write")
     args = parser.parse_args()

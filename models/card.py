@@ -232,7 +232,7 @@ def _plain_headings(lines: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def model_name(name: str, is_on_hub: bool) -> str:
-    """Markdown for a model: its hub id as a link, or the name of its directory."""
+    """Markdown for a model: its model id as a link, or the name of its directory."""
     if is_on_hub and is_hub_id(name):
         return f"[{markdown(name)}](https://huggingface.co/{name})"
     return code_span(name)

@@ -102,8 +102,8 @@ class _Copies:
         self._tokenizer = tokenizer
 
     def path_of(self, model: Any) -> Any:
-        """The path or hub id of a model, which is copied if it is in memory; of a tuple of models a
-        tuple.
+        """The path or model id of a model, which is copied if it is in memory; of a tuple of models
+        a tuple.
         """
         if isinstance(model, tuple):
             return tuple(map(self.path_of, model))
@@ -173,7 +173,7 @@ def _name(model: Any) -> str:
 
     if not isinstance(model, PreTrainedModel):
         raise RefusedError(
-            f"the model is a {type(model).__name__}; pass a directory, a hub id or a "
+            f"the model is a {type(model).__name__}; pass a directory, a model id or a "
             "PreTrainedModel of transformers (for a peft adapter, the result of merge_and_unload)"
         )
     name = Path(str(model.name_or_path or "")).name

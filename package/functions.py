@@ -96,8 +96,9 @@ def convert_model(
     """Convert a checkpoint to one with fewer (or more) key/value heads.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model, which is not
-            changed: a copy is written to a temporary directory. Or all options as `ConvertOptions`.
+        model: A directory, a model id, a result of another function, or a loaded model, which is
+            not changed: a copy is written to a temporary directory. Or all options as
+            `ConvertOptions`.
         tokenizer: Of a loaded model; it is saved with the result.
         options: The fields of `ConvertOptions` (`kv_heads=2`, `method="refined"`, `data="self"`
             ...). Without `output` the result of a loaded model is in a temporary directory that
@@ -120,7 +121,7 @@ def uptrain_model(
     """Train a converted checkpoint further, in one process, and write the result as a checkpoint.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model with its
+        model: A directory, a model id, a result of another function, or a loaded model with its
             `tokenizer`. Or all options as `TrainOptions`.
         teacher: The model before conversion, whose predictions are distilled; may be a loaded
             model.
@@ -145,8 +146,8 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     """Compare models on the same text: quality, memory and speed side by side.
 
     Args:
-        models: Directories, hub ids, results of other functions, or loaded models; the first is the
-            baseline. Or all options as one `EvaluateOptions`.
+        models: Directories, model ids, results of other functions, or loaded models; the first is
+            the baseline. Or all options as one `EvaluateOptions`.
         tokenizer: Of the loaded models.
         options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"`
             ...). Without `output` no report is written.

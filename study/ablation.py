@@ -76,7 +76,7 @@ class Ablation:
         """Raises RefusedError and CorpusError."""
         options.refuse_conflicts()
         if not options.model:
-            raise RefusedError("no model was passed; pass a directory or a hub id")
+            raise RefusedError("no model was passed; pass a directory or a model id")
         self.commands = options.commands
         self.base = open_subjects([options.model], options.trust_remote_code)[0]
         self.options = options = replace(options, model=self.base.path)

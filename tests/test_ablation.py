@@ -688,7 +688,7 @@ def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch
     assert {part.device for part in parts} == {"cpu"}
     monkeypatch.chdir(SOURCE)
     (line,) = AblateOptions(Path("study"), ".").commands(Cell("mean", 1, 0.0))
-    assert shlex.split(line)[-1] == f"{SOURCE}-mqa-mean"
+    assert shlex.split(line)[-1] == f"{SOURCE}-gqa1-mean"
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])

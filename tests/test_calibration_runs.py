@@ -132,7 +132,7 @@ def test_what_is_said_of_the_quality(
     done = convert(*text, "--json")
     for written in (done.out, (out / "gqa_conversion.json").read_text()):
         assert json.loads(written, parse_constant=pytest.fail)["quality"]["ratio"] is None
-    assert "warning: this model is damaged" in done.err
+    assert "warning: the converted model is damaged" in done.err
 
 
 def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
@@ -153,7 +153,9 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
         ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt"),
     )
     done = checkpoints.run(model, "-g", 2, *SHORT_REFINEMENT, "-o", out, *text)
-    assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
+    assert (
+        "quality     not measured: the model has no language-modeling head (lm_head)\n" in done.out
+    )
     assert not {"next", "gqa-uptrain"} & {*done.out.split()}
     assert "Quality was not measured." in (out / "README.md").read_text()
 

@@ -234,7 +234,7 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
 
 
 @pytest.mark.parametrize(
-    ("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")]
+    ("groups", "name"), [(2, "m-gqa2-first"), (1, "m-gqa1-first"), (8, "m-gqa8"), (4, "m-gqa4")]
 )
 def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
     """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
@@ -371,7 +371,7 @@ def test_without_a_model_the_error_says_what_a_model_is(program: str) -> None:
     done = run(program=program)
     done.expect(2)
     assert done.err == (
-        f"{program}: pass the model: a directory with config.json, or a hub id; "
+        f"{program}: pass the model: a directory with config.json, or a model id; "
         f"see {program} --help\n"
     )
 

@@ -398,7 +398,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {path.name for path in tmp_path.iterdir()} == {
         name,
         f"{name}-gqa2-mean",
-        f"{name}-mqa-mean",
+        f"{name}-gqa1-mean",
     }
 
 

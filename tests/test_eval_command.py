@@ -52,6 +52,8 @@ def test_the_tables() -> None:
     assert [line.partition(", perplexity")[0] for line in verdicts] == [
         "damaged    gqa4: 4 of 8 KV heads, KV cache 2x smaller",
         "damaged    gqa2: 2 of 8 KV heads, KV cache 4x smaller",
+        "good: at most x1.05 (end of the interval) and 2 points of recall lost; damaged: above "
+        "x1.5 or 10 points",
     ]
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
@@ -233,7 +235,7 @@ def test_hub_ids(
             "SRC G2",
             "nothing to measure; pass text with --data, or pass --recall, --decode or --memory",
         ),
-        ("SRC ./nothing", "'./nothing'; pass a directory with config.json, or a hub id"),
+        ("SRC ./nothing", "'./nothing'; pass a directory with config.json, or a model id"),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
         (
             "SRC --simulate-cache 8",
@@ -251,7 +253,7 @@ def test_hub_ids(
             "SRC --data PLACE/short.txt --tokens 100",
             "the text has 4 tokens, less than --tokens 100; pass more text, or a smaller --tokens",
         ),
-        ("SRC --data TEXT --revision main", "--revision is for hub ids"),
+        ("SRC --data TEXT --revision main", "--revision is for model ids"),
         (
             "SRC --decode --context 64",
             "--context has no effect without --data, --recall or --memory; pass one",

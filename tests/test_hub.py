@@ -267,20 +267,21 @@ def test_broken_repository(
         *(
             (
                 [path],
-                f"there is no directory {path!r}; pass a directory with config.json, or a hub id "
+                f"there is no directory {path!r}; pass a directory with config.json, or a model id "
                 "(owner/name)\n",
             )
             for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")
         ),
         (
             ["lab/bad--name"],
-            "'lab/bad--name', and it is not a hub id (owner/name): Cannot have -- or .. in repo_id",
+            "'lab/bad--name', and it is not a model id (owner/name): Cannot have -- or .. in "
+            "repo_id",
         ),
         (["--revision", "", NAME], "--revision '' is not a name"),
         (["lab/here"], "lab/here has no config.json"),
         (
             ["--revision", "main", "lab/here"],
-            "--revision is for hub ids, but lab/here is a local path; remove --revision",
+            "--revision is for model ids, but lab/here is a local path; remove --revision",
         ),
     ],
 )
@@ -321,7 +322,7 @@ def test_a_mistyped_path_names_the_checkpoint_that_is_nearly_there(
     check_refused(done, f"there is no directory {path!r} (did you mean {meant}?)", advice="")
 
 
-@pytest.mark.parametrize("name", ["lab/llama-gqa2-refined", "llama-mqa-mean", "stdlib-gqa2"])
+@pytest.mark.parametrize("name", ["lab/llama-gqa2-refined", "llama-gqa1-mean", "stdlib-gqa2"])
 def test_a_missing_result_names_the_command_that_writes_it(machine: Machine, name: str) -> None:
     done = machine.run(*MERGED, name, HF_HUB_OFFLINE="1")
     hint = "(it has the name of a result: if it is yours, run gqa-convert first)"

@@ -57,7 +57,7 @@ def check_card(path: Path) -> str:
     text = (path / "README.md").read_text()
     assert controls(text) == set()
     metadata = yaml.safe_load(text.split("---\n")[1])
-    assert "base_model" not in metadata, "it is no hub id"
+    assert "base_model" not in metadata, "it is no model id"
     ours = ModelCard(text).text.partition(BASE_CARD)[0]
     html = render(ours)
     assert "script" in html, "the name is not in the card at all"

@@ -45,20 +45,20 @@ WRONG_USAGE = {
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
     "-g2 m a b": "too many arguments: a b",
-    "-g2 m --revision main": "--revision is for hub ids",
+    "-g2 m --revision main": "--revision is for model ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
-    "-g2": "pass the model: a directory with config.json, or a hub id; see gqa-convert --help",
+    "-g2": "pass the model: a directory with config.json, or a model id; see gqa-convert --help",
     "-g2 m --method refine": "did you mean refined?",
     "-g2 m/config.json": "config.json is not a directory; pass the one",
     "-g2 empty": "empty has no config.json; pass a checkpoint",
     "-g2 .": ". has no config.json; did you mean m?",
     "-g2 ./broken": "broken is not a directory; pass the one",
     **{
-        f"-g2 {shlex.quote(path)}": "; pass a directory with config.json, or a hub id"
+        f"-g2 {shlex.quote(path)}": "; pass a directory with config.json, or a model id"
         for path in NO_PATHS
     },
     **{
-        f"-g2 {shlex.quote(name)}": "and it is not a hub id (owner/name): Repo id"
+        f"-g2 {shlex.quote(name)}": "and it is not a model id (owner/name): Repo id"
         for name in NO_IDS
     },
 }

@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     ),
     "no model": (
         lambda at, m: gqa.convert_model({}, kv_heads=2),
-        "the model is a dict; pass a directory, a hub id or",
+        "the model is a dict; pass a directory, a model id or",
     ),  # type: ignore[arg-type]
     "adapter": (
         lambda at, m: gqa.convert_model(adapted(m), kv_heads=2),

@@ -171,7 +171,7 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
 
 def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that came from the hub is read there, at the commit that was converted, also by its name;
-    out of reach it is as if it were not there. The output names the commit of any other hub id.
+    out of reach it is as if it were not there. The output names the commit of any other model id.
     """
     source = {"model": "lab/base", "revision": "abc"}
     edit_json(converted / "gqa_conversion.json", lambda record: record.update(source=source))
@@ -288,7 +288,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_weights_are_read(
     edit_json(tmp_path / "base" / "tokenizer.json", rename_tokens)
     monkeypatch.setattr("gqa.uptrain.setup.load_trained_model", read_weights)
     monkeypatch.setattr("gqa.uptrain.setup.load_teacher", read_weights)
-    with pytest.raises(RefusedError, match="the teacher base has another tokenizer than the model"):
+    with pytest.raises(
+        RefusedError, match="the teacher base has a different tokenizer from the model"
+    ):
         prepare(options_for(converted, tmp_path / "out"))
 
 
@@ -329,9 +331,8 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
     )
     record = json.loads((tmp_path / "ruined" / "gqa_uptraining.json").read_text())
     assert done.out.endswith(
-        "\nnext        train at a lower rate: the same command with --overwrite and "
-        f"--learning-rate 0.1; if that does not help, with --tokens {10 * record['tokens']} "
-        "instead of --steps\n"
+        "\nnext        repeat the command with --overwrite --learning-rate 0.1; if that does not "
+        f"help, with --overwrite --tokens {10 * record['tokens']} instead of --steps\n"
     )
     files = sorted(path.name for path in converted.glob("*.safetensors"))
     assert files

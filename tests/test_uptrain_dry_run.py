@@ -137,7 +137,7 @@ def test_a_dry_run_says_that_a_source_is_no_file(converted: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("0.3%", "0.3% of each weight's root mean square"),
+        ("0.3%", "0.3% of each weight tensor's root mean square"),
         (1e-4, "0.0001 for all weights"),
         (0.3, "0.3 for all weights (did you mean 0.3%, relative to each weight?)"),
     ],

@@ -53,8 +53,8 @@ def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
 def train_otherwise(options: TrainOptions, progress: TrainingProgress) -> str:
     """How to train again, after a training of which no step helped."""
     return (
-        "train at a lower rate: the same command with --overwrite and --learning-rate "
-        f"{lower_rate(options)}; if that does not help, with {more_tokens(options, progress)}"
+        f"repeat the command with --overwrite --learning-rate {lower_rate(options)}; if that does "
+        f"not help, with --overwrite {more_tokens(options, progress)}"
     )
 
 

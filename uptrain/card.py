@@ -77,7 +77,7 @@ class Conversion:
 
     @property
     def base(self) -> str:
-        """Name of the base model: its hub id or that of its directory.
+        """Name of the base model: its model id or that of its directory.
 
         Empty if there is no record.
         """
@@ -86,7 +86,7 @@ class Conversion:
 
     @property
     def base_is_on_hub(self) -> bool:
-        """Whether the name of the base model is a hub id."""
+        """Whether the name of the base model is a model id."""
         return bool(self.base) and "path" not in self._part("source")
 
     @property

@@ -130,8 +130,8 @@ def check_exportable(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def check_teacher(
     teacher_config: Any, teacher_tokenizer: Any, config: Any, tokenizer: Any, name: str
 ) -> None:
-    """Raise RefusedError if the teacher of that name has another tokenizer than the model, or lacks
-    some of its tokens. `config` and `tokenizer` are the model's; no weights are needed.
+    """Raise RefusedError if the teacher of that name has a different tokenizer from the model, or
+    lacks some of its tokens. `config` and `tokenizer` are the model's; no weights are needed.
 
     The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or
     more.
@@ -139,7 +139,7 @@ def check_teacher(
     vocabulary = tokenizer.get_vocab()
     if teacher_tokenizer.get_vocab() != vocabulary:
         raise RefusedError(
-            f"the teacher {name} has another tokenizer than the model, so their predictions "
+            f"the teacher {name} has a different tokenizer from the model, so their predictions "
             "cannot be compared; pass the checkpoint from which the model was converted"
         )
 

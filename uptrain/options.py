@@ -68,13 +68,13 @@ class TrainOptions(Options):
     model: str = option(
         MISSING,
         argument_metavar="MODEL",
-        missing="pass the model: a directory with config.json, or a hub id",
+        missing="pass the model: a directory with config.json, or a model id",
     )
 
     output: Path | None = option(
         None,
         "Output directory. DIR-state holds the saved states until the run ends.  "
-        "[default: MODEL-uptrained next to MODEL, for a hub id in the working directory]",
+        "[default: MODEL-uptrained next to MODEL, for a model id in the working directory]",
         short="-o",
         metavar="DIR",
         may_change=True,
@@ -215,8 +215,8 @@ class TrainOptions(Options):
     )
     learning_rate: float | str = option(
         "0.3%",
-        "Peak learning rate: 0.3% is relative to the root mean square of each weight, 1e-4 is one "
-        "absolute rate for all weights.",
+        "Peak learning rate: 0.3% is relative to the root mean square of each weight tensor, 1e-4 "
+        "is one absolute rate for all weights.",
         Rate(),
         metavar="RATE",
         group="Optimizer",
@@ -302,7 +302,7 @@ class TrainOptions(Options):
     clip: float = option(1.0, "", POSITIVE, expert=True)
     # Steps between evaluations on validation text; None: four evaluations, and one early.
     eval_every: int | None = option(None, "", COUNT, expert=True)
-    # Of a hub id: a branch, tag or commit.
+    # Of a model id: a branch, tag or commit.
     revision: str | None = option(None, expert=True)
 
     @property

@@ -158,7 +158,7 @@ def prepare(
 def resolve_run(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> ResolvedRun:
     """Check the options of a run against its model, and decide what they leave open.
 
-    Only configs, headers and records are read; of a hub id, the weights are not fetched yet.
+    Only configs, headers and records are read; of a model id, the weights are not fetched yet.
     Raises RefusedError and CorpusError.
     """
     output = options.output or default_output(options.model, "-uptrained")

@@ -233,7 +233,7 @@ def _time_text(time: TrainingTime) -> str:
 def _peak_rate(options: TrainOptions) -> str:
     """The peak learning rate in words."""
     if is_relative(options):
-        return f"{options.learning_rate} of each weight's root mean square"
+        return f"{options.learning_rate} of each weight tensor's root mean square"
     text = f"{_rate_as_typed(options)} for all weights"
     if float(options.learning_rate) > _LARGEST_USUAL_RATE:
         text += f" (did you mean {_rate_as_typed(options)}%, relative to each weight?)"

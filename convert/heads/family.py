@@ -33,8 +33,8 @@ KVCounts = int | tuple[int, ...]
 
 
 def heads_suffix(kv_heads: int) -> str:
-    """What a number of KV heads adds to the name of a model: `-gqa4`, and `-mqa` for one."""
-    return "-mqa" if kv_heads == 1 else f"-gqa{kv_heads}"
+    """What a number of KV heads adds to the name of a model: `-gqa4`."""
+    return f"-gqa{kv_heads}"
 
 
 def kv_heads_text(kv_heads: KVCounts) -> str:
