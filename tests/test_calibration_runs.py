@@ -94,7 +94,7 @@ def test_what_is_said_of_the_quality(
         return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
 
     done = convert(*text)
-    quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\) on .*, recall \d+% \(base model \d+%\)"
+    quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\) on .*, recall \d+% -> \d+%"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
     assert " tokens of generated text in windows of 16, recall " in line
     level, _, numbers = line.partition(": ")
@@ -102,7 +102,7 @@ def test_what_is_said_of_the_quality(
     assert f"**{level.capitalize()}** (" in card
     assert numbers in card.replace("\\", "")
     assert re.search(
-        r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+\n"
+        r"^errors      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+\n"
         r"drift       difference of the hidden states .*:\n            \d+% +\d+%$",
         done.out,
         re.M,

@@ -306,7 +306,7 @@ def refusals(place: Path, root: Path) -> Refusals:
             "the embedding of the teacher narrow has only 512 of the 4,096 tokens of the model's "
             "tokenizer",
         ),
-        ({"teacher": other}, "the teacher other has another tokenizer than the model"),
+        ({"teacher": other}, "the teacher other has a different tokenizer from the model"),
         ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
         ({"teacher": spoilt, "data": short}, "its loss is not finite; pass intact checkpoints"),
         (

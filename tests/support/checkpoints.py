@@ -326,7 +326,8 @@ def check_refused(
     returned.
     """
     assert result.code == code, result
-    assert re.fullmatch(r"(estimate    about .*\n)?", result.out), result
+    plan = r"(model .*\n(no )?teacher .*\nestimate .*\noutput .*\n)?"  # of a training
+    assert re.fullmatch(rf"(estimate    about .*\n)?{plan}", result.out), result
     assert "Traceback" not in result.err
     assert result.err.startswith(f"{program}: ")
     assert result.err.count("\n") == 1
