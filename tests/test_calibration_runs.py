@@ -116,7 +116,7 @@ def test_what_is_said_of_the_quality(
         "damaged, not usable as it is. Keep more KV heads, use --method refined, or train it: "
         "gqa-uptrain"
     )
-    assert f"warning: this model is {says} {out}\n" in done.err
+    assert f"warning: the converted model is {says} {out}\n" in done.err
     record = json.loads((out / "gqa_conversion.json").read_text())
     assert json.loads(done.out)["quality"] == record["quality"]
     assert record["maps"]["text"]["sources"] == ["text.txt"], "no directory of this machine"
