@@ -189,7 +189,11 @@ def note_memory(file: str) -> None:
     import gqa.uptrain.setup as module
 
     before = resident()
-    after(module, "prepare", lambda *given: (note(file, resident("VmHWM") - before), sys.exit()))
+    after(
+        module,
+        "load_unless_trained",
+        lambda *given: (note(file, resident("VmHWM") - before), sys.exit()),
+    )
 
 
 def resident(key: str = "VmRSS") -> int:
