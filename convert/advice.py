@@ -125,7 +125,7 @@ class Advice:
         remedy = ", or ".join(self._remedies())
         if self.plan.method.reads == "weights" and self._predicts_tokens:
             return f"Measure it with gqa-eval. Unless the verdict is good, {remedy}"
-        return f"It is not usable until it is trained. {remedy[0].upper()}{remedy[1:]}"
+        return f"It is not usable as it is; {remedy}"
 
     def quality_line(self) -> str:
         """The measured quality with its verdict, or why it was not measured and what measures

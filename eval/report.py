@@ -140,11 +140,12 @@ def as_text(results: Record, stream: TextIO | None = None) -> str:
     """Verdicts and tables, as wide as `stream`, by default stdout."""
     width = line_width(stream or sys.stdout)
     lines = []
-    for verdict in verdicts(results):
+    shown = verdicts(results)
+    for verdict in shown:
         level = f"{verdict.level:{_LEVEL_COLUMNS}}" if verdict.level else ""
         lines.append(wrap(level + verdict.text, width, " " * len(level)))
 
-    if any(verdict.level for verdict in verdicts(results)):
+    if any(verdict.level for verdict in shown):
         lines.append(wrap(LEGEND, width))
 
     paragraphs = [table.text(width) for table in tables(results)]

@@ -54,11 +54,16 @@ def read_lines(path: Path) -> list[str]:
 
 
 def count_tokens(line: str, tokenizer: Any) -> int:
-    """Tokens of a line, a chat in the template of the tokenizer."""
+    """Tokens of a line, a chat in the template of the tokenizer. Ends if there is none."""
     row = json.loads(line)
     if row.get("text"):
         return len(tokenizer(row["text"])["input_ids"])
 
+    if not tokenizer.chat_template:
+        sys.exit(
+            f"error: the tokenizer of {tokenizer.name_or_path} has no chat template; write each "
+            "chat as `text`"
+        )
     messages = row.get("messages") or [
         {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
         for turn in row["conversations"]
@@ -100,12 +105,6 @@ def main() -> None:
     lines = read_lines(arguments.file)
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    has_chats = any(not json.loads(line).get("text") for line in lines)
-    if has_chats and not tokenizer.chat_template:
-        sys.exit(
-            f"error: the tokenizer of {arguments.model} has no chat template; write each chat as "
-            "`text`"
-        )
     tokens = [count_tokens(line, tokenizer) for line in lines]
 
     of_files = list(parts(lines, tokens, arguments.heldout, arguments.validation))

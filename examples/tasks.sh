@@ -5,8 +5,10 @@
 #     sh tasks.sh NAME MODEL CONTEXT [OPTION=VALUE ...]
 #
 # CONTEXT is the most tokens of a prompt and its answer; lm_eval cuts longer prompts at their
-# beginning, and only logs it. OPTION is an option of vLLM, such as kv_cache_dtype=fp8. It was run with lm_eval 0.4.13 in transformers on a CPU; its options of vLLM
-# follow the documentation of 0.32.0. docs/guide-7b.md uses it.
+# beginning, and only logs it. OPTION is an option of vLLM, such as kv_cache_dtype=fp8.
+#
+# It was run with lm_eval 0.4.13 in transformers on a CPU; its options of vLLM follow the
+# documentation of 0.32.0. docs/guide-7b.md uses it.
 set -eu
 
 # Tasks like your use, at which the base model is good

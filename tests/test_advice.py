@@ -228,10 +228,10 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
     if METHODS[method].reads == "text":
         assert done.err == ""
     else:
-        remedy = "se --method refined, or train it: gqa-uptrain"
-        advice = f"It is not usable until it is trained. U{remedy}"
+        remedy = "use --method refined, or train it: gqa-uptrain"
+        advice = f"It is not usable as it is; {remedy}"
         if METHODS[method].reads == "weights":
-            advice = f"Measure it with gqa-eval. Unless the verdict is good, u{remedy}"
+            advice = f"Measure it with gqa-eval. Unless the verdict is good, {remedy}"
         assert f"warning: --method {method} does not run the model, " in done.err
         assert advice in done.err
 
@@ -302,7 +302,7 @@ def test_no_command_is_advised_that_the_model_does_not_allow(here: Path) -> None
         in done.out
     )
     assert [words[0] for words in advised(done)] == ["gqa-convert"]
-    assert done.err.endswith("Use --method refined, or train it\n")
+    assert done.err.endswith("; use --method refined, or train it\n")
 
 
 # --------------------------------------------------------------------------------------------- help

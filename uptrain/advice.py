@@ -13,13 +13,13 @@ from gqa.checkpoint.provenance import PROVENANCE, object_in, read_record
 from gqa.convert.advice import EVALUATION_TEXT, evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import heldout_of_built_in, parse_self
-from gqa.uptrain.optimizer import is_relative
+from gqa.uptrain.optimizer import base_rate, is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import TrainingProgress
 
-# After a training that did not help: the learning rate divided by this, or the tokens times this
-_STEP = 10
+# After a training that did not help: a tenth of the learning rate, or ten times the tokens
+_FACTOR = 10
 
 
 def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
@@ -60,15 +60,13 @@ def train_otherwise(options: TrainOptions, progress: TrainingProgress) -> str:
 
 def lower_rate(options: TrainOptions) -> str:
     """A tenth of the learning rate, as it is typed: `0.03%`, or `1e-05`."""
-    if is_relative(options):
-        percent = float(str(options.learning_rate).removesuffix("%")) / _STEP
-        return f"{percent:g}%"
-    return f"{float(options.learning_rate) / _STEP:g}"
+    rate = base_rate(options) / _FACTOR
+    return f"{100 * rate:g}%" if is_relative(options) else f"{rate:g}"
 
 
 def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
     """The options for more tokens; the length was given in one of three ways, or not at all."""
-    more = _STEP * progress.tokens
+    more = _FACTOR * progress.tokens
     length = f"--tokens {more}"
     given = [flag(name) for name in ("alpha", "steps") if options.is_set(name)]
 

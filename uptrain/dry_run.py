@@ -20,7 +20,6 @@ from gqa.uptrain.accelerator import precision_name
 from gqa.uptrain.data_sources import named_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run_length import Length
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import ResolvedRun, resolve_run
@@ -133,7 +132,7 @@ def training_needs(resolved: ResolvedRun) -> TrainingNeeds:
         **asdict(memory),
         parameters=parameters,
         trained=trained,
-        activations=_activations(resolved, resolved.length),
+        activations=_activations(resolved),
         result=checkpoint.nbytes,
         trained_weights=affected_bytes(model, checkpoint),
         teacher_parameters=teacher_parameters,
@@ -169,8 +168,9 @@ def training_time(resolved: ResolvedRun, needs: TrainingNeeds) -> TrainingTime |
     return TrainingTime(device, generating, training / ranks().num_processes)
 
 
-def _activations(resolved: ResolvedRun, length: Length | None) -> int | None:
+def _activations(resolved: ResolvedRun) -> int | None:
     """Bytes of activations of one forward pass on one process, if the length is known."""
+    length = resolved.length
     config = resolved.config.get_text_config(decoder=True)
     hidden_size = getattr(config, "hidden_size", None)
     layers = getattr(config, "num_hidden_layers", None)

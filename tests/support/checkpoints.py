@@ -326,8 +326,10 @@ def check_refused(
     returned.
     """
     assert result.code == code, result
-    plan = r"(model .*\n(no )?teacher .*\nestimate .*\noutput .*\n)?"  # of a training
-    assert re.fullmatch(rf"(estimate    about .*\n)?{plan}", result.out), result
+    before = r"(estimate    about .*\n)?"
+    if program == "gqa-uptrain":  # it prints its plan before it reads text
+        before = r"(model .*\n(no )?teacher .*\nestimate .*\noutput .*\n)?"
+    assert re.fullmatch(before, result.out), result
     assert "Traceback" not in result.err
     assert result.err.startswith(f"{program}: ")
     assert result.err.count("\n") == 1
