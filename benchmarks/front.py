@@ -1,7 +1,7 @@
 """Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints
-for the example model and for a published one.
+for two published models.
 
-python benchmarks/front.py docs/embedded.json docs/smollm2.json -o docs/front.svg
+python benchmarks/front.py docs/stories15m.json docs/smollm2.json -o docs/front.svg
 """
 
 from __future__ import annotations
@@ -38,32 +38,40 @@ def text(ratio: float) -> str:
     return f"x{ratio:,.3g}" if ratio < 100 else f"x{ratio:,.0f}"
 
 
-def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
+def multi_head(axes: Any, ratio_of: dict[str, float]) -> None:
     """Models are named METHOD-HEADS.
 
-    The title and the shares are those of a model with 8 KV heads.
+    The title and the shares are those of stories15M, with 6 KV heads.
     """
-    heads = (4, 2, 1)
-    # Where the label of a point is: the two best methods lie close together.
-    places = {"aligned": (-26, 3), "calibrated": (0, 9), "refined": (0, -17)}
-    for method, place in places.items():
-        heights = [ratio_of[f"{method}-{g}"] for g in heads]
-        axes.plot(range(len(heads)), heights, "o-", color=COLORS[method], linewidth=2, label=method)
-        for number, height in enumerate(heights):
-            if height < HIGHEST:
-                label(axes, number, height, place, COLORS[method])
+    heads = (3, 2, 1)
+    # Where the label of a point is: the curves lie close together.
+    places = {
+        "calibrated": [(0, 9), (0, 9), (0, 9)],
+        "refined": [(-26, 0), (27, -9), (0, -17)],
+        "uptrained": [(0, -17), (0, -17)],
+    }
+    for method, offsets in places.items():
+        heights = [ratio_of[f"{method}-{g}"] for g in heads if f"{method}-{g}" in ratio_of]
+        axes.plot(
+            range(len(heights)), heights, "o-", color=COLORS[method], linewidth=2, label=method
+        )
+        for number, (height, offset) in enumerate(zip(heights, offsets, strict=True)):
+            label(axes, number, height, offset, COLORS[method])
 
     axes.set(ylabel="perplexity ratio", xlim=(-0.75, len(heads) - 0.6))
-    axes.set_title("example model, 5.8M parameters, 8 KV heads", fontsize=11)
+    axes.set_title("stories15M, multi-head attention, 6 KV heads", fontsize=11)
     axes.set_xticks(
         range(len(heads)),
-        [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads],
+        [f"{g} KV head{'s' * (g > 1)}\ncache {6 / g:.0f}x smaller" for g in heads],
     )
-    above = ", ".join(text(ratio_of[f"mean-{g}"]) for g in heads)
-    axes.legend(title=f"higher: mean, {above}", loc="upper left", frameon=False, alignment="left")
+    above = "\n".join(
+        f"{method} " + ", ".join(text(ratio_of[f"{method}-{g}"]) for g in heads)
+        for method in ("aligned", "mean")
+    )
+    axes.legend(title=f"higher:\n{above}", loc="upper left", frameon=False, alignment="left")
 
 
-def published(axes: Any, ratio_of: dict[str, float]) -> None:
+def grouped_query(axes: Any, ratio_of: dict[str, float]) -> None:
     """Models are named by their method, of `COLORS`."""
     shown = [method for method in COLORS if ratio_of[method] < HIGHEST]
     for number, method in enumerate(shown):
@@ -75,7 +83,7 @@ def published(axes: Any, ratio_of: dict[str, float]) -> None:
     above = [f"{method} {text(ratio_of[method])}" for method in COLORS if method not in shown]
     axes.text(0.02, 0.95, f"higher: {', '.join(above)}", transform=axes.transAxes, va="top")
     axes.set(xlim=(-0.5, len(shown) - 0.3))
-    axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
+    axes.set_title("SmolLM2-135M-Instruct, grouped-query attention, 3 KV heads to 1", fontsize=11)
     axes.set_xticks(range(len(shown)), shown)
 
     # The verdicts of docs/reading.md, beside the axes
@@ -93,8 +101,8 @@ def label(axes: Any, x: float, ratio: float, offset: tuple[int, int], color: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("embedded", type=Path)
-    parser.add_argument("published", type=Path)
+    parser.add_argument("multi_head", type=Path)
+    parser.add_argument("grouped_query", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
 
@@ -104,8 +112,8 @@ def main() -> None:
     plt.rcParams |= dict.fromkeys(colors, GRAY)
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=(1.15, 1))
-    embedded(panels[0], ratios(args.embedded))
-    published(panels[1], ratios(args.published))
+    multi_head(panels[0], ratios(args.multi_head))
+    grouped_query(panels[1], ratios(args.grouped_query))
     for axes in panels:
         axes.set(ylim=(0.83, HIGHEST))
         axes.set_yticks([1, 1.5, 2, 2.5], ["x1", "x1.5", "x2", "x2.5"])

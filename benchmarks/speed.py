@@ -271,12 +271,12 @@ def prepare_training(model: str, steps: int, scratch: Path) -> Any:
     import torch
     from transformers.utils import logging
 
-    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.options import UptrainOptions
     from gqa.uptrain.setup import prepare
 
     logging.set_verbosity_error()
     setup = prepare(
-        TrainOptions(
+        UptrainOptions(
             model=model,
             output=Path(tempfile.mkdtemp(dir=scratch)) / "out",
             data=("stdlib:train",),

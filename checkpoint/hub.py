@@ -119,6 +119,8 @@ def _check_hub_id(model: str) -> None:
 def _no_directory(model: str) -> str:
     """That there is no such directory, which one may be meant, or which command would write it."""
     text = f"there is no directory {model!r}"
+    if Path(f"{model}-state").is_dir():
+        return f"{text} (its training has not finished: repeat the gqa-uptrain command)"
     if similar := similar_directory(model):
         return f"{text} (did you mean {similar}?)"
     if re.search(r"-gqa\d*\b", model):

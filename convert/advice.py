@@ -111,9 +111,9 @@ class Advice:
         if command:
             yield (
                 f"the loss begins in layer {layer + 1} of {plan.config.layers}: after it, the "
-                f"hidden states differ from the base model's by {drifts[layer]:.0%}. This keeps "
-                "all KV heads of that layer, but the result needs custom modeling code "
-                f"(trust_remote_code), which fewer engines load: {command}"
+                f"hidden states differ from the base model's by {drifts[layer]:.0%}. To keep all "
+                "KV heads of that layer (the result then needs custom modeling code, "
+                f"trust_remote_code, which fewer engines load), run: {command}"
             )
 
     def _unmeasured(self) -> str:

@@ -179,7 +179,7 @@ class RunDirectory:
         if not os.path.lexists(self.path):
             return
         if not self.is_ours():
-            raise RefusedError(f"{self.path} is not a directory of {_TOOL}; move it away")
+            raise RefusedError(f"{self.path} was not created by {_TOOL}; move it away")
 
         for path in self.path.iterdir():
             if path.name == MARK:

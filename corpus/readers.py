@@ -203,7 +203,7 @@ def check_text(value: Any, column: str, where: str, columns: Sequence[str]) -> N
             value.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
             raise CorpusError(
-                f"{where}: column {column!r} is not Unicode: {explain(error)}; remove it"
+                f"{where}: column {column!r} is not Unicode: {explain(error)}; remove that row"
             ) from error
 
 

@@ -155,9 +155,7 @@ def _library_errors_refused(directory: str) -> Iterator[None]:
             raise
         if isinstance(error, ImportError):  # a package that the model or its attention needs
             reason = explain(error).rstrip(".")
-            raise RefusedError(
-                f"{directory} needs a package: {reason}; install it, or pass other options"
-            ) from error
+            raise RefusedError(f"{directory} needs a package: {reason}; install it") from error
         raise RefusedError(
             f"transformers cannot load {directory}: {explain(error)}; check that its files are "
             "complete and fit its config.json"

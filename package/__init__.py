@@ -28,7 +28,7 @@ from gqa.core.errors import (
 )
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 from .functions import Evaluation, Result, Study, ablate, convert_model, evaluate, uptrain_model
 
@@ -42,7 +42,7 @@ __all__ = [  # noqa: RUF022 - functions, what they return, what they take, what 
     "Evaluation",
     "Study",
     "ConvertOptions",
-    "TrainOptions",
+    "UptrainOptions",
     "EvaluateOptions",
     "AblateOptions",
     "RefusedError",

@@ -27,7 +27,7 @@ T = TypeVar("T")
 # Options -> the function that takes them.
 _FUNCTIONS = {
     "ConvertOptions": "convert_model",
-    "TrainOptions": "uptrain_model",
+    "UptrainOptions": "uptrain_model",
     "EvaluateOptions": "evaluate",
     "AblateOptions": "ablate",
 }

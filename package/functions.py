@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 from .calls import Model, options_of_call
 
@@ -116,16 +116,16 @@ def convert_model(
 
 
 def uptrain_model(
-    model: Model | TrainOptions, *, teacher: Model = "auto", tokenizer: Any = None, **options: Any
+    model: Model | UptrainOptions, *, teacher: Model = "auto", tokenizer: Any = None, **options: Any
 ) -> Result:
     """Train a converted checkpoint further, in one process, and write the result as a checkpoint.
 
     Args:
         model: A directory, a model id, a result of another function, or a loaded model with its
-            `tokenizer`. Or all options as `TrainOptions`.
+            `tokenizer`. Or all options as `UptrainOptions`.
         teacher: The model before conversion, whose predictions are distilled; may be a loaded
             model.
-        options: The fields of `TrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`,
+        options: The fields of `UptrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`,
             `learning_rate=1e-4` ...). Without `output` a loaded model is written to a temporary
             directory that exists as long as the result.
     """
@@ -134,7 +134,7 @@ def uptrain_model(
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
-    call = options_of_call(TrainOptions, options, tokenizer, model=model, teacher=teacher)
+    call = options_of_call(UptrainOptions, options, tokenizer, model=model, teacher=teacher)
     with call as (settings, directories), fresh_accelerator(), Watcher(settings.quiet) as watcher:
         run = prepare(settings, watcher=watcher)
         _, record = uptrain(run, watcher)

@@ -23,7 +23,7 @@ from gqa.core.option_types import COUNT, FROM_ZERO, SHARE, OneOf, tokens_type
 from gqa.core.options import HARDWARE, MAIN, OUTPUT, Options, flag, option, same_as
 from gqa.corpus.specs import BUILT_IN, is_self
 from gqa.eval.options import EvaluateOptions
-from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
+from gqa.uptrain.options import NO_TEACHER, Scope, UptrainOptions
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -153,11 +153,11 @@ class AblateOptions(Options):
         group=MAIN,
     )
 
-    text_column: str = same_as(TrainOptions, "text_column", group="Text")
-    separator: str | None = same_as(TrainOptions, "separator", group="Text")
-    target_column: str | None = same_as(TrainOptions, "target_column", group="Text")
+    text_column: str = same_as(UptrainOptions, "text_column", group="Text")
+    separator: str | None = same_as(UptrainOptions, "separator", group="Text")
+    target_column: str | None = same_as(UptrainOptions, "target_column", group="Text")
     validation_fraction: float | None = same_as(
-        TrainOptions,
+        UptrainOptions,
         "validation_fraction",
         help="Share of the documents to hold out and evaluate on, instead of --validation. One of "
         f"the two is required, except {_NOT_REQUIRED}.",
@@ -181,16 +181,16 @@ class AblateOptions(Options):
     )
     refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")
 
-    train: Scope | None = same_as(TrainOptions, "train", group="Training")
+    train: Scope | None = same_as(UptrainOptions, "train", group="Training")
     teacher: Literal["auto", "none"] = option(
         "auto",
         "auto: train on what MODEL predicts; none: train on text alone.",
         group="Training",
     )
-    batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
-    learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
+    batch_size: int | None = same_as(UptrainOptions, "batch_size", group="Training")
+    learning_rate: float | str = same_as(UptrainOptions, "learning_rate", group="Training")
     seed: int = same_as(
-        TrainOptions,
+        UptrainOptions,
         "seed",
         help="Random seed of conversions, data order and sampling.",
         group="Training",
@@ -219,7 +219,7 @@ class AblateOptions(Options):
         group="Evaluation",
     )
 
-    device: str | None = same_as(TrainOptions, "device", group=HARDWARE)
+    device: str | None = same_as(UptrainOptions, "device", group=HARDWARE)
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
         "Dtype of the computation.  [default: float32 for training; for evaluation as stored, but "
@@ -228,12 +228,12 @@ class AblateOptions(Options):
     )
 
     overwrite: bool = option(False, "Remove the study at DIR first.", may_change=True, group=OUTPUT)
-    verbose: bool = same_as(TrainOptions, "verbose", group=OUTPUT)
+    verbose: bool = same_as(UptrainOptions, "verbose", group=OUTPUT)
     quiet: bool = same_as(EvaluateOptions, "quiet", may_change=True, group=OUTPUT)
     # For Python callers.
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
     trust_remote_code: bool = same_as(
-        TrainOptions, "trust_remote_code", may_change=True, expert=True
+        UptrainOptions, "trust_remote_code", may_change=True, expert=True
     )
 
     def cells(self, heads: int) -> list[Cell]:
@@ -328,7 +328,9 @@ class AblateOptions(Options):
         uptrain = ["gqa-uptrain", operand(out), "--alpha", f"{cell.alpha:g}"]
         uptrain += ["--teacher", teacher, "-o", f"{out}-uptrained"]
         uptrain += ["--precision", self._training_precision]
-        uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher", "precision"})
+        uptrain += self._words(
+            UptrainOptions.__dataclass_fields__.keys() - {"teacher", "precision"}
+        )
         return [shell_line(convert), shell_line(uptrain)]
 
     def _words(self, names: Collection[str]) -> list[str]:
@@ -345,11 +347,11 @@ class AblateOptions(Options):
                 words += [flag(name), str(part)]
         return words
 
-    def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
+    def training(self, alpha: float | None, model: Path, output: Path) -> UptrainOptions:
         """Training options of a cell: from the conversion `model` to `output`, continued if it was
         interrupted.
         """
-        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
+        names = UptrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
         teacher = NO_TEACHER
         if self.model and self.teacher == "auto":
             teacher = self.model
@@ -361,7 +363,7 @@ class AblateOptions(Options):
             "precision": self._training_precision,
             "teacher": teacher,
         }
-        return TrainOptions(**{name: getattr(self, name) for name in names} | changes)
+        return UptrainOptions(**{name: getattr(self, name) for name in names} | changes)
 
     @property
     def _training_precision(self) -> str:

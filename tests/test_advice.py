@@ -35,7 +35,7 @@ PROGRAMS = {
 }
 KINDS: dict[str, Any] = {
     "gqa-convert": gqa.ConvertOptions,
-    "gqa-uptrain": gqa.TrainOptions,
+    "gqa-uptrain": gqa.UptrainOptions,
     "gqa-eval": gqa.EvaluateOptions,
     "gqa-ablate": gqa.AblateOptions,
 }

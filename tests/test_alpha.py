@@ -29,7 +29,7 @@ from gqa.corpus.tokens import Documents, tokenize
 from gqa.study.options import AblateOptions
 from gqa.uptrain.data_sources import validation_sources
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.pair_data import PairDataBuilder
 from gqa.uptrain.run_length import count_blocks
 from gqa.uptrain.text_data import TextDataBuilder
@@ -49,7 +49,7 @@ def selected(
     """All tokens to train on, the order of documents, and the tokens before any repeats."""
     lengths = (heldout or HeldoutDocuments()).lengths(text)
     data_tokens = int(lengths.sum())
-    settled = TrainOptions("model", context=SIZE, **options)
+    settled = UptrainOptions("model", context=SIZE, **options)
     n_blocks = count_blocks(settled, data_tokens)
     order = reading_order(text, lengths, n_blocks * SIZE, settled.seed)
     blocks = Blocks(text, order, SIZE, n_blocks, lengths)
@@ -126,7 +126,7 @@ def test_more_tokens_than_there_are(text: Documents) -> None:
 
 def test_n_blocks_for() -> None:
     def count(total: int, size: int, **options: Any) -> int:
-        return count_blocks(TrainOptions("model", context=size, **options), total)
+        return count_blocks(UptrainOptions("model", context=size, **options), total)
 
     # And not 28, which is 0.29 * 100 in binary, rounded down
     assert count(100, 1, alpha=0.29) == 29
@@ -195,7 +195,7 @@ def test_no_validation_text_is_trained_on(
     tokenizer: Any, data: tuple[str, ...], how: dict[str, Any]
 ) -> None:
     """Three and more epochs of each."""
-    options = TrainOptions(
+    options = UptrainOptions(
         "m",
         Path("o"),
         data=data,
@@ -214,7 +214,7 @@ def test_no_validation_text_is_trained_on(
 @pytest.mark.parametrize("how", [{}, STREAM])
 @pytest.mark.parametrize("data", ["a.jsonl", "one.txt"])
 def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str, Any]) -> None:
-    options = TrainOptions(
+    options = UptrainOptions(
         "m", Path("o"), data=(data,), validation=data, steps=3, repeats=False, **how
     )
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_no_validation_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -
         "Config", (), {"is_encoder_decoder": True, "decoder_start_token_id": 1, "pad_token_id": 0}
     )()
     config.vocab_size, config.eos_token_id, config.get_text_config = 4096, 2, lambda decoder: config
-    options = TrainOptions(
+    options = UptrainOptions(
         "m",
         Path("o"),
         data=("a.jsonl",),

@@ -48,7 +48,7 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import tokenize
 from gqa.eval.text import document_windows
 from gqa.uptrain.dataloader import Dataloader, stack
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.text_data import TextDataBuilder
 from gqa.uptrain.training_model import split_batch
 from gqa.uptrain.validation_blocks import has_targets
@@ -84,7 +84,7 @@ def marks(one: Any) -> list[int]:
 
 def opened(*data: Path, template: str = CHATML, **given: Any) -> Dataloader:
     options = {"steps": 10, "batch_size": 2, "repeats": False, "assistant_only_loss": True} | given
-    options = TrainOptions("m", Path("o"), data=tuple(map(str, data)), **options)
+    options = UptrainOptions("m", Path("o"), data=tuple(map(str, data)), **options)
     encoders = Encoders(
         with_template(template), "m", assistant_only_loss=options.assistant_only_loss
     )

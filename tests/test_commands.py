@@ -38,13 +38,13 @@ from gqa.core.option_types import Amount, Number, Several, Text
 from gqa.core.options import Options, _types, flag, options_from_click
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
-from gqa.uptrain.options import Rate, TrainOptions
+from gqa.uptrain.options import Rate, UptrainOptions
 
 ROOT = Path(__file__).parents[1]
 # The dataclass of each command, its module, and arguments without which it says nothing else.
 PROGRAMS: dict[str, tuple[Any, str, list[str]]] = {
     "gqa-convert": (ConvertOptions, "gqa.convert.cli", ["m", "-g", "2"]),
-    "gqa-uptrain": (TrainOptions, "gqa.uptrain.cli", ["m", "--data", "text", "-o", "out"]),
+    "gqa-uptrain": (UptrainOptions, "gqa.uptrain.cli", ["m", "--data", "text", "-o", "out"]),
     "gqa-eval": (EvaluateOptions, "gqa.eval.cli", ["m"]),
     "gqa-ablate": (AblateOptions, "gqa.study.cli", ["m", "-o", "study"]),
 }

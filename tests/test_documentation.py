@@ -53,7 +53,7 @@ PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {*PAGES})
 COMMAND_LINE = ROOT / "docs/command-line.md"
 OPTIONS = {
     "gqa-convert": gqa.ConvertOptions,
-    "gqa-uptrain": gqa.TrainOptions,
+    "gqa-uptrain": gqa.UptrainOptions,
     "gqa-eval": gqa.EvaluateOptions,
     "gqa-ablate": gqa.AblateOptions,
 }
@@ -69,6 +69,7 @@ MODELS = {
     "Qwen2.5-Coder-1.5B-Instruct": ("llama", 12, 2),
     "Qwen2.5-7B": ("llama", 28, 4),
     "MERGED": ("llama", 32, 32),
+    "stories15M": ("llama", 6, 6),
     "SmolLM2-135M-Instruct": ("llama", 9, 3),
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", 9, 3),
     "Qwen/Qwen2.5-3B-Instruct": ("llama", 16, 2),
@@ -84,6 +85,7 @@ DATA = {
     "sft.jsonl": ["prompt", "completion"],
     "generated-0.jsonl": ["text"],
     "wikitext2-test.txt": [],
+    "tinystories-test.jsonl": ["text"],
     "pairs.jsonl": ["article", "summary"],
     "stdlib-t5/heldout.jsonl": ["source", "target"],
     "stdlib-t5/train.jsonl": ["source", "target"],
@@ -135,6 +137,8 @@ OTHERS = {
     "grep": "selects files",
     "xargs": "reads files",
     "wc": "counts",
+    "npm": "downloads",
+    "tar": "unpacks",
     "eval": "completion",
     "source": "completion",
     "cp": "copies",

@@ -914,7 +914,7 @@ def test_the_page_says_what_fits_into_the_cache_of_vllm(models: Path) -> None:
         tokens = left / (kib * 1024)
         cells = (
             f"| {name} | {weights / gib:.1f} GiB | {left / gib:.1f} GiB | "
-            f"{round(tokens, -2):,.0f} | {tokens / 2048:.0f}x |"
+            f"{round(tokens, -2):,.0f} | {tokens / 2048:.1f}x |"
         )
         assert cells in PAGE.read_text()
 

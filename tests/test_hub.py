@@ -329,6 +329,15 @@ def test_a_missing_result_names_the_command_that_writes_it(machine: Machine, nam
     check_refused(done, f"there is no directory {name!r} {hint}, and ", advice="")
 
 
+def test_the_result_of_a_training_that_was_stopped_is_said_to_be_unfinished(
+    machine: Machine,
+) -> None:
+    (machine.work / "trained-state").mkdir()
+    done = machine.run(*MERGED, "./trained", HF_HUB_OFFLINE="1")
+    hint = "(its training has not finished: repeat the gqa-uptrain command)"
+    check_refused(done, f"there is no directory './trained' {hint}; pass", advice="")
+
+
 def test_a_name_like_no_directory_is_a_hub_id(machine: Machine) -> None:
     llama(machine.work / "lab/llama-mha", side_files=False)
     done = machine.run(*MERGED, "lab/pythia", HF_HUB_OFFLINE="1")

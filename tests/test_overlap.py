@@ -27,7 +27,7 @@ from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import tokenize
 from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.overlap import Overlap
 from gqa.uptrain.text_data import TextDataBuilder
 
@@ -126,7 +126,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(tokenizer: Any, **options: Any) -> Dataloader:
     given = {"steps": 40, "batch_size": 2, "validation_tokens": 2048, "repeats": False} | options
-    return open_data(TrainOptions("m", Path("o"), **given), tokenizer, 64)
+    return open_data(UptrainOptions("m", Path("o"), **given), tokenizer, 64)
 
 
 def shared(loader: Dataloader, tokenizer: Any) -> int:
@@ -209,7 +209,7 @@ def chats_of_one_beginning(tmp_path: Path) -> tuple[Path, Path]:
 def of_chats(files: tuple[Path, Path]) -> Dataloader:
     """Training on the second file, with the first one held out."""
     heldout, data = files
-    options = TrainOptions(
+    options = UptrainOptions(
         "m",
         Path("o"),
         data=(str(data),),

@@ -156,7 +156,7 @@ def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: N
     assert all(torch.equal(ours[name], other[name]) for name in ours)
     with fresh_accelerator():
         record = gqa.uptrain_model(
-            gqa.TrainOptions(str(place / "model"), **options | {"overwrite": True})
+            gqa.UptrainOptions(str(place / "model"), **options | {"overwrite": True})
         ).record
     assert record["steps"] == 2
     assert record["options"]["weight_decay"] == 0.1
@@ -290,9 +290,9 @@ def test_options_are_an_object_or_keywords() -> None:
         gqa.evaluate(options, context=64)
     with pytest.raises(
         TypeError,
-        match=("TrainOptions holds all options; change it instead of passing teacher too"),
+        match=("UptrainOptions holds all options; change it instead of passing teacher too"),
     ):
-        gqa.uptrain_model(gqa.TrainOptions("model"), teacher="teacher")
+        gqa.uptrain_model(gqa.UptrainOptions("model"), teacher="teacher")
     with pytest.raises(
         gqa.RefusedError, match=("the model is a EvaluateOptions; pass a directory")
     ):
@@ -310,9 +310,9 @@ def test_options_are_an_object_or_keywords() -> None:
 def test_none_is_an_option_that_is_not_given() -> None:
     """As on the command line."""
     given: dict[str, Any] = {"seed": None, "learning_rate": None, "data": None}
-    assert gqa.TrainOptions("model", **given) == gqa.TrainOptions("model")
+    assert gqa.UptrainOptions("model", **given) == gqa.UptrainOptions("model")
     with pytest.raises(gqa.RefusedError, match="model is missing; pass a value"):
-        gqa.TrainOptions(None)  # type: ignore[arg-type]
+        gqa.UptrainOptions(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def test_none_is_an_option_that_is_not_given() -> None:
 def test_numbers_of_tokens_are_whole(text: str, tokens: int | None) -> None:
     if tokens is None:
         with pytest.raises(gqa.RefusedError, match=f"'{text}' is not a number of tokens"):
-            gqa.TrainOptions("model", tokens=text)  # type: ignore[arg-type]
+            gqa.UptrainOptions("model", tokens=text)  # type: ignore[arg-type]
     else:
-        assert gqa.TrainOptions("model", tokens=text).tokens == tokens  # type: ignore[arg-type]
+        assert gqa.UptrainOptions("model", tokens=text).tokens == tokens  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "size"), [("79.6GiB", 85_469_849_190), ("5GB", 5 * 10**9)])

@@ -58,7 +58,7 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(
         directory.claim()
     with pytest.raises(RefusedError, match="was not left by a run of gqa; move it away"):
         directory.refuse_foreign()
-    with pytest.raises(RefusedError, match="is not a directory of gqa"):
+    with pytest.raises(RefusedError, match="was not created by gqa"):
         directory.remove()
     assert (directory.path / "thesis.txt").read_text() == "mine"
 

@@ -23,7 +23,7 @@ from support.training import material, options_for, tiny_checkpoint, trained, wo
 from gqa.convert.api import convert_checkpoint
 from gqa.corpus.blocks import is_plain
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.text_data import percent
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -91,7 +91,7 @@ def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
 
 def loader_of(tokenizer: Any, path: Path, **options: Any) -> Dataloader:
     given = {"validation_tokens": 1, "repeats": False} | options
-    return open_data(TrainOptions("m", Path("o"), data=(str(path),), **given), tokenizer, 64)
+    return open_data(UptrainOptions("m", Path("o"), data=(str(path),), **given), tokenizer, 64)
 
 
 def positions(loader: Dataloader) -> set[int]:

@@ -31,7 +31,7 @@ from gqa.corpus.specs import is_self, parse_self
 from gqa.eval import recall
 from gqa.eval.subjects import Subject
 from gqa.models.tokenizer import load_tokenizer
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.setup import build_data
 
 SIZE = 12
@@ -168,7 +168,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
         ]
 
     def trained() -> list[bytes]:
-        options = TrainOptions(
+        options = UptrainOptions(
             str(SOURCE),
             Path(),
             data=("self:plain",),

@@ -32,7 +32,7 @@ from gqa.corpus.specs import (
     parse_sources,
 )
 from gqa.uptrain.data_sources import data_sources, validation_sources
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in
 # two.
@@ -225,7 +225,7 @@ def test_an_entry_makes_a_source() -> None:
 @pytest.mark.usefixtures("_tales")
 def test_an_entry_names_what_is_held_out_of_it_alone() -> None:
     def held_out(*data: str, **options: Any) -> list[str]:
-        sources = validation_sources(TrainOptions("m", data=data, **options))
+        sources = validation_sources(UptrainOptions("m", data=data, **options))
         return [source.spec for source in sources]
 
     assert held_out("tales:old") == ["tales:new"]
@@ -403,7 +403,7 @@ def test_options_of_sources_are_not_ignored(
 def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one--two")
     specs, parts = (str(tmp_path / "a.txt"),), []
-    training = TrainOptions("m", data=specs, validation=specs[0], separator="--")
+    training = UptrainOptions("m", data=specs, validation=specs[0], separator="--")
     parts += [
         list(sources[0].texts())
         for sources in (data_sources(training), validation_sources(training))

@@ -19,7 +19,7 @@ from gqa.corpus.files import find_files
 from gqa.corpus.readers import FORMATS
 from gqa.corpus.specs import parse_source
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 TEXTS = [f"text {number} of many words that a model reads" for number in range(40)]
 
@@ -42,7 +42,7 @@ def directory_of(directory: Path, name: str, *tables: pa.Table) -> Path:
 
 
 def train_blocks(data: Path, tokenizer: Any, *, streaming: bool) -> Dataloader:
-    options = TrainOptions(
+    options = UptrainOptions(
         "m",
         data=(str(data),),
         streaming=streaming,

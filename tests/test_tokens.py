@@ -31,7 +31,7 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Documents, tokenize
 from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
@@ -291,7 +291,7 @@ def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> O
     def opened(**given: Any) -> Dataloader:
         options = {"data": ("many",), "steps": STEPS, "batch_size": BATCH} | given
         return open_data(
-            TrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64
+            UptrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64
         )
 
     return opened

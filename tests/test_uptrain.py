@@ -39,7 +39,7 @@ from transformers import AutoModelForImageTextToText
 
 from gqa.core.errors import RefusedError
 from gqa.uptrain import setup
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.run import _is_of_compiler
 
 ROOT = Path(__file__).parents[1]
@@ -307,8 +307,9 @@ def refusals(place: Path, root: Path) -> Refusals:
             "tokenizer",
         ),
         ({"teacher": other}, "the teacher other has a different tokenizer from the model"),
+        ({"teacher": place / "model"}, "is the model itself, so there is nothing to learn; pass"),
         ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
-        ({"teacher": spoilt, "data": short}, "its loss is not finite; pass intact checkpoints"),
+        ({"teacher": spoilt, "data": short}, "infinite; pass intact checkpoints"),
         (
             {"model": headless},
             "headless is a Qwen3VLTextModel, which does not predict the next token of a text",
@@ -338,7 +339,7 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     # A device that this machine need not have
     monkeypatch.setattr("gqa.uptrain.accelerator.find_device", str)
-    options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
+    options = UptrainOptions(model="m", output=tmp_path / "out", device="meta")
     with fresh_accelerator():
         accelerator = setup.make_accelerator(options)
         AcceleratorState()  # accelerate makes one with every optimizer, of the process's device

@@ -36,7 +36,7 @@ from gqa.models.tokenizer import load_tokenizer
 from gqa.uptrain.advice import _baseline, lower_rate, more_tokens
 from gqa.uptrain.defaults import DEFAULT_TOKENS, decide_defaults
 from gqa.uptrain.optimizer import make_optimizer
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.run_length import decide_block_and_batch
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
 from gqa.uptrain.setup import prepare
@@ -51,9 +51,9 @@ def converted(tmp_path: Path) -> Path:
     return converted_beside_base(tmp_path)
 
 
-def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
+def settled(model: Path, **given: Any) -> tuple[UptrainOptions, str]:
     options, _, teacher_text = decide_defaults(
-        TrainOptions(str(model), Path("out"), **given),
+        UptrainOptions(str(model), Path("out"), **given),
         read_checkpoint(model),
         read_auto_config(str(model)),
     )
@@ -223,7 +223,7 @@ def test_the_result_is_compared_with_the_revision_that_was_converted(
     """Of a base model at the hub, if the user named one; also of a training on text alone."""
 
     def baseline(**given: Any) -> tuple[str, str | None]:
-        options = TrainOptions(str(converted), Path("out"), data=("text",), **given)
+        options = UptrainOptions(str(converted), Path("out"), data=("text",), **given)
         return _baseline(SimpleNamespace(options=options, checkpoint=read_checkpoint(converted)))  # type: ignore[arg-type]
 
     local, _ = baseline(teacher="none")
@@ -368,7 +368,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
 )
 def test_what_trains_on_more_tokens(given: dict[str, Any], says: str) -> None:
     """Ten times as many, in the way in which the number was given."""
-    assert more_tokens(TrainOptions("model", **given), TrainingProgress(tokens=128)) == says
+    assert more_tokens(UptrainOptions("model", **given), TrainingProgress(tokens=128)) == says
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_what_trains_on_more_tokens(given: dict[str, Any], says: str) -> None:
     [({}, "0.03%"), ({"learning_rate": "1%"}, "0.1%"), ({"learning_rate": 1e-4}, "1e-05")],
 )
 def test_a_lower_rate_is_typed_as_the_given_one(given: dict[str, Any], says: str) -> None:
-    assert lower_rate(TrainOptions("model", **given)) == says
+    assert lower_rate(UptrainOptions("model", **given)) == says
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_lower_rate_is_typed_as_the_given_one(given: dict[str, Any], says: str
 def test_a_short_run_has_steps_all_the_same(
     changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
 ) -> None:
-    found = decide_block_and_batch(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
+    found = decide_block_and_batch(UptrainOptions("m", Path("out"), **changes), have, 1024, ranks)
     assert found.context == block
     assert found.batch_size == batch
     found.check(ranks)
@@ -459,8 +459,8 @@ def test_norms_and_biases_do_not_decay(name: str) -> None:
     ] == [[id(head)]]
 
 
-def options(**given: Any) -> TrainOptions:
-    return TrainOptions("model", Path("out"), **{"steps": 3} | given)
+def options(**given: Any) -> UptrainOptions:
+    return UptrainOptions("model", Path("out"), **{"steps": 3} | given)
 
 
 @pytest.mark.parametrize(

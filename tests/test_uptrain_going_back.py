@@ -12,7 +12,7 @@ from support.faults import shard
 from support.training import Runs, Step, losses, material, metrics, options_for, trained
 
 from gqa.uptrain.optimizer import forget_moments, make_optimizer, set_rate
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.schedule import evaluates_after
 
 STEPS = 8
@@ -108,7 +108,7 @@ def test_an_optimizer_without_moments_steps_like_a_new_one(name: str) -> None:
         model = torch.nn.Linear(4, 6, bias=False)
         with torch.no_grad():
             model.weight.copy_(weights)
-        return model, make_optimizer(model, TrainOptions("model", optimizer=name))
+        return model, make_optimizer(model, UptrainOptions("model", optimizer=name))
 
     def step(model: torch.nn.Module, optimizer: Any, scale: float) -> None:
         (parameter,) = model.parameters()

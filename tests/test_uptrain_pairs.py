@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.read import read_checkpoint
 from gqa.models.loading import load_model
 from gqa.models.tokenizer import load_tokenizer
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.scope import freeze_parameters, trained_names
 from gqa.uptrain.setup import prepare
 
@@ -84,7 +84,7 @@ def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPa
     assert abs(float(unmasked) - loss.item()) > 1e-3
 
 
-def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> TrainOptions:
+def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> UptrainOptions:
     place = pair_material()
     sources = () if data is None else (data if data.startswith("self") else str(place / data),)
     short = {
@@ -94,7 +94,7 @@ def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any)
         "learning_rate": 1e-2,
         "validation_tokens": 256,
     }
-    return TrainOptions(str(place / name), out, data=sources, **short | given)
+    return UptrainOptions(str(place / name), out, data=sources, **short | given)
 
 
 PAIRS = {"data": "pairs.jsonl", "text_column": "said", "target_column": "meant"}

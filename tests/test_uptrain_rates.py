@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gqa.core.errors import RefusedError
 from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
@@ -26,7 +26,7 @@ def test_the_default_rate_is_a_share_of_each_weight(optimizer: str) -> None:
         attention.k_proj.weight.mul_(100)
         attention.k_proj.bias.fill_(30)
 
-    made = make_optimizer(model, TrainOptions("model", optimizer=optimizer))
+    made = make_optimizer(model, UptrainOptions("model", optimizer=optimizer))
     rates = rates_of(made)
     for weight in (attention.k_proj.weight, attention.q_proj.weight, attention.o_proj.weight):
         size = float(weight.detach().square().mean().sqrt())
@@ -37,12 +37,12 @@ def test_the_default_rate_is_a_share_of_each_weight(optimizer: str) -> None:
 def test_a_share_is_the_same_however_it_is_typed() -> None:
     """So that a run continues."""
     typed = ["0.3%", "0.30%", ".3%", "3e-1%"]
-    assert {TrainOptions("model", learning_rate=rate).learning_rate for rate in typed} == {"0.3%"}
+    assert {UptrainOptions("model", learning_rate=rate).learning_rate for rate in typed} == {"0.3%"}
 
 
 def test_a_rate_that_is_given_is_that_of_all_weights() -> None:
     model = training_model(build(TINY["llama+bias"], 2))
-    optimizer = make_optimizer(model, TrainOptions("model", learning_rate=2e-4))
+    optimizer = make_optimizer(model, UptrainOptions("model", learning_rate=2e-4))
     set_rate(optimizer, 1e-4)
     assert {group["lr"] for group in optimizer.param_groups} == {1e-4}
 
@@ -53,13 +53,13 @@ def test_a_weight_of_zeros_trains_at_the_rate_of_the_smallest_other() -> None:
     with torch.no_grad():
         attention.o_proj.weight.zero_()
 
-    rates = rates_of(make_optimizer(model, TrainOptions("model")))
+    rates = rates_of(make_optimizer(model, UptrainOptions("model")))
     assert rates[id(attention.o_proj.weight)] == min(rates.values()) > 0
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rate of each parameter at the peak, by the parameter's id."""
-    set_rate(optimizer, base_rate(TrainOptions("model")))
+    set_rate(optimizer, base_rate(UptrainOptions("model")))
     return {
         id(parameter): group["lr"]
         for group in optimizer.param_groups
@@ -101,4 +101,4 @@ def losses_of_steps(model: Path, rate: float | str) -> list[float]:
 @pytest.mark.parametrize("rate", ["0.3%%", "x%", "-1%", "0", "nan", "inf%", "", True])
 def test_a_rate_is_a_positive_number_or_share(rate: object) -> None:
     with pytest.raises(RefusedError, match="is not a learning rate; pass a share of each weight"):
-        TrainOptions("model", learning_rate=rate)  # type: ignore[arg-type]
+        UptrainOptions("model", learning_rate=rate)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gqa.core.devices import default_device, find_device, native_bfloat16, ranks
 from gqa.core.errors import RefusedError, explain
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 Precision = Literal["float32", "bfloat16"]
 # Our names of precisions by those of accelerate, and the reverse.
@@ -25,7 +25,7 @@ _OUR_NAME: dict[str, Precision] = {"no": "float32", "bf16": "bfloat16"}
 _ACCELERATE_NAME = {ours: theirs for theirs, ours in _OUR_NAME.items()}
 
 
-def make_accelerator(options: TrainOptions) -> Accelerator:
+def make_accelerator(options: UptrainOptions) -> Accelerator:
     """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
     _refuse_other_launchers()
     precision = mixed_precision(options)
@@ -75,7 +75,7 @@ def _process_device() -> torch.device:
     return device
 
 
-def mixed_precision(options: TrainOptions) -> str:
+def mixed_precision(options: UptrainOptions) -> str:
     """--precision, or that of the launcher, or what is fast on the device, by accelerate's names:
     `bf16`, or `no` for float32. Raises RefusedError if the launcher sets another one.
     """
@@ -95,7 +95,7 @@ def mixed_precision(options: TrainOptions) -> str:
     return "bf16" if native_bfloat16(options.device or default_device()) else "no"
 
 
-def precision_name(options: TrainOptions) -> Precision:
+def precision_name(options: UptrainOptions) -> Precision:
     """`mixed_precision` as --precision names it."""
     return _OUR_NAME[mixed_precision(options)]
 
@@ -111,7 +111,7 @@ def _refuse_other_launchers() -> None:
         )
 
 
-def _prepare_for_fsdp2(accelerator: Accelerator, options: TrainOptions) -> None:
+def _prepare_for_fsdp2(accelerator: Accelerator, options: UptrainOptions) -> None:
     """Set what accelerate sets otherwise. Raises RefusedError for an optimizer that cannot shard
     its state.
     """

@@ -14,7 +14,7 @@ from gqa.convert.advice import EVALUATION_TEXT, evaluation_line
 from gqa.core.options import flag
 from gqa.corpus.specs import heldout_of_built_in, parse_self
 from gqa.uptrain.optimizer import base_rate, is_relative
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.setup import OpenedRun
 from gqa.uptrain.state_files import TrainingProgress
 
@@ -50,7 +50,7 @@ def next_line(run: OpenedRun, progress: TrainingProgress) -> str:
     return f"measure it{note}: {evaluation_line(models, run.config, further)}"
 
 
-def train_otherwise(options: TrainOptions, progress: TrainingProgress) -> str:
+def train_otherwise(options: UptrainOptions, progress: TrainingProgress) -> str:
     """How to train again, after a training of which no step helped."""
     return (
         f"repeat the command with --overwrite --learning-rate {lower_rate(options)}; if that does "
@@ -58,13 +58,13 @@ def train_otherwise(options: TrainOptions, progress: TrainingProgress) -> str:
     )
 
 
-def lower_rate(options: TrainOptions) -> str:
+def lower_rate(options: UptrainOptions) -> str:
     """A tenth of the learning rate, as it is typed: `0.03%`, or `1e-05`."""
     rate = base_rate(options) / _FACTOR
     return f"{100 * rate:g}%" if is_relative(options) else f"{rate:g}"
 
 
-def more_tokens(options: TrainOptions, progress: TrainingProgress) -> str:
+def more_tokens(options: UptrainOptions, progress: TrainingProgress) -> str:
     """The options for more tokens; the length was given in one of three ways, or not at all."""
     more = _FACTOR * progress.tokens
     length = f"--tokens {more}"

@@ -17,14 +17,14 @@ from gqa.corpus.specs import parse_self
 from gqa.corpus.tokens import check_ids
 from gqa.models.loading import load_model
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.pair_data import PairDataBuilder
 from gqa.uptrain.run_length import largest_block
 from gqa.uptrain.text_data import TextDataBuilder
 
 
 def build_data(
-    options: TrainOptions,
+    options: UptrainOptions,
     checkpoint: Checkpoint,
     teacher: Checkpoint | None,
     config: Any,
@@ -72,7 +72,7 @@ class TextWriter:
     """
 
     teacher: Checkpoint
-    options: TrainOptions
+    options: UptrainOptions
     device: str
     watcher: Watcher
     vocabulary: int

@@ -25,7 +25,7 @@ from gqa.models.card import (
     source_card,
     table,
 )
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 __all__ = ["CARD", "trained_card"]
 
@@ -239,11 +239,11 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
 
 def _options(record: Record) -> dict[str, Any]:
     """The options that determine the result."""
-    fields = TrainOptions.__dataclass_fields__
+    fields = UptrainOptions.__dataclass_fields__
     options = {}
     for name, value in record["options"].items():
         is_unused = name == "lora_rank" and record["options"]["train"] != "lora"
-        is_unused |= is_default_flag(TrainOptions, name, value)
+        is_unused |= is_default_flag(UptrainOptions, name, value)
         if not fields[name].metadata["may_change"] and not is_unused:
             options[name] = value
     return options

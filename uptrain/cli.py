@@ -7,7 +7,7 @@ import sys
 from gqa.core.console import Watcher, print_json, print_lines
 from gqa.core.console import run as run_command
 from gqa.core.options import command as command_of
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 _EPILOG = """\
 COUNT may end in K, M or B: 64K is 64,000.
@@ -26,8 +26,8 @@ Documentation: docs/uptraining.md in the repository
 """
 
 
-@command_of(TrainOptions, _EPILOG)
-def command(options: TrainOptions) -> None:
+@command_of(UptrainOptions, _EPILOG)
+def command(options: UptrainOptions) -> None:
     """Train the converted checkpoint MODEL further, and write an ordinary checkpoint.
 
     By default MODEL learns to predict what its base model (the teacher) predicts, on text that the
@@ -71,7 +71,7 @@ def command(options: TrainOptions) -> None:
         print_json(record)
 
 
-def _dry_run(options: TrainOptions, quiet: bool) -> None:
+def _dry_run(options: UptrainOptions, quiet: bool) -> None:
     """Print what a run would train and need."""
     from gqa.core.devices import ranks
     from gqa.uptrain.dry_run import dry_run

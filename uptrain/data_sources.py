@@ -7,10 +7,10 @@ from dataclasses import replace
 from gqa.core.errors import RefusedError
 from gqa.corpus.sources import Source
 from gqa.corpus.specs import heldout_of_built_in, parse_source, parse_sources
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 
-def data_sources(options: TrainOptions) -> tuple[Source, ...]:
+def data_sources(options: UptrainOptions) -> tuple[Source, ...]:
     """The sources of --data. Raises CorpusError."""
     return parse_sources(
         options.data,
@@ -21,7 +21,7 @@ def data_sources(options: TrainOptions) -> tuple[Source, ...]:
     )
 
 
-def named_sources(options: TrainOptions) -> list[Source]:
+def named_sources(options: UptrainOptions) -> list[Source]:
     """The sources that --data and --validation name, of which nothing is read or fetched yet.
 
     Raises CorpusError if one of them does not exist.
@@ -34,7 +34,7 @@ def named_sources(options: TrainOptions) -> list[Source]:
     return sources
 
 
-def validation_sources(options: TrainOptions) -> list[Source]:
+def validation_sources(options: UptrainOptions) -> list[Source]:
     """The sources of validation text: of --validation, --validation-fraction, or the built-in text.
 
     Raises RefusedError and CorpusError.

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.corpus.blocks import BlockSource, block_of, is_plain, tokens_of, with_repeats
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Block, Ints
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.overlap import Overlap
 
 # Makes a pair that the model reads of a stored block; the numbers seed what is drawn for it.
@@ -53,7 +53,7 @@ class Dataloader:
         overlap: What the data has in common with the validation text.
     """
 
-    options: TrainOptions
+    options: UptrainOptions
     blocks: BlockSource
     steps: int
     fingerprint: str

@@ -15,14 +15,14 @@ from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import ranks
 from gqa.core.errors import RefusedError, explain
 from gqa.corpus.specs import parse_self
-from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
+from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, UptrainOptions
 
 DEFAULT_TOKENS = 512_000  # to train on by default
 
 
 def decide_defaults(
-    options: TrainOptions, checkpoint: Checkpoint, config: Any, watcher: Watcher = SILENT
-) -> tuple[TrainOptions, Checkpoint | None, str]:
+    options: UptrainOptions, checkpoint: Checkpoint, config: Any, watcher: Watcher = SILENT
+) -> tuple[UptrainOptions, Checkpoint | None, str]:
     """Decide what the options leave open and the checkpoint determines.
 
     Args:
@@ -81,7 +81,7 @@ def decide_defaults(
 
 
 def _find_teacher(
-    options: TrainOptions, checkpoint: Checkpoint, base_record: dict[str, Any]
+    options: UptrainOptions, checkpoint: Checkpoint, base_record: dict[str, Any]
 ) -> tuple[Checkpoint | None, str, str]:
     """The teacher's checkpoint; its name as an option; and its name in words, or why there is
     none.
@@ -99,6 +99,11 @@ def _find_teacher(
     is_base_at_hub = name == base_record.get("model") and not Path(name).exists()
     revision = base_record.get("revision") if is_base_at_hub else None  # the one that was converted
     teacher = open_model(name, revision, headers_only=True)
+    if teacher.directory.resolve() == checkpoint.directory.resolve():
+        raise RefusedError(
+            f"the teacher {name} is the model itself, so there is nothing to learn; pass its base "
+            f"model with --teacher, or --teacher {NO_TEACHER} to train on text alone"
+        )
     return teacher, name, name + at_commit(teacher)
 
 

@@ -19,7 +19,7 @@ from gqa.models.training_memory import TrainingMemory, activation_memory, traini
 from gqa.uptrain.accelerator import precision_name
 from gqa.uptrain.data_sources import named_sources
 from gqa.uptrain.frozen_weights import frozen_linear_layers, layers_of_both
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.setup import ResolvedRun, resolve_run
@@ -69,7 +69,7 @@ class DryRun:
     warnings: tuple[str, ...]
 
 
-def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
+def dry_run(options: UptrainOptions, watcher: Watcher = SILENT) -> DryRun:
     """The plan of a run that is not started: no weights are read, and only the beginning of text.
 
     Raises RefusedError and CorpusError as a run would, except for what needs the tokenizer, the
@@ -87,7 +87,7 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     )
 
 
-def _check_text(options: TrainOptions) -> None:
+def _check_text(options: UptrainOptions) -> None:
     """Raise CorpusError for files that have no text; nothing is fetched."""
     for source in named_sources(options):
         if source.files:
@@ -189,7 +189,7 @@ def _activations(resolved: ResolvedRun) -> int | None:
     )
 
 
-def _empty_model(checkpoint: Checkpoint, options: TrainOptions, dtype: str) -> PreTrainedModel:
+def _empty_model(checkpoint: Checkpoint, options: UptrainOptions, dtype: str) -> PreTrainedModel:
     """The model of a checkpoint on `meta`."""
     return load_model(
         str(checkpoint.directory),

@@ -27,8 +27,8 @@ Weights = dict[str, Tensor]
 def not_finite_error(name: str) -> RefusedError:
     """The error for a model, or its teacher, whose loss is not finite before any training."""
     return RefusedError(
-        f"{name} or its teacher has weights that are NaN or infinite: its loss is not finite; pass "
-        "intact checkpoints"
+        f"the loss is not finite, because {name} or its teacher has weights that are NaN or "
+        "infinite; pass intact checkpoints"
     )
 
 

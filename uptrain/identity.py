@@ -13,7 +13,7 @@ from gqa.core.devices import native_bfloat16, ranks
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
 from gqa.uptrain.data_sources import data_sources, validation_sources
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 CONTENT_OF_DATA = "content of --data"
 _HASHED = {
@@ -26,7 +26,7 @@ _HASHED = {
 
 
 def describe_run(
-    options: TrainOptions,
+    options: UptrainOptions,
     checkpoint: Checkpoint,
     teacher: Checkpoint | None,
     device: str,
@@ -49,7 +49,7 @@ def describe_run(
 
 
 def _content_hashes(
-    options: TrainOptions, checkpoint: Checkpoint, teacher: Checkpoint | None, device: str
+    options: UptrainOptions, checkpoint: Checkpoint, teacher: Checkpoint | None, device: str
 ) -> dict[str, str]:
     """`content of MODEL`, `content of --data` and so on: short hashes of what options name."""
     content = {"MODEL": checkpoint_digest(checkpoint)}

@@ -14,7 +14,7 @@ from gqa.core.devices import emulates, free_memory
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.models.loading import WEIGHTS_SHARE, load_model
 from gqa.models.names import follow_prefix, parameters_of_stored, shared_names
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.scope import freeze_parameters
 from gqa.uptrain.sharding import shard_teacher
 
@@ -38,7 +38,7 @@ def loading_device(
 
 
 def load_trained_model(
-    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
+    options: UptrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
     """The model in float32 on a device, with frozen parameters that do not train.
 
@@ -67,7 +67,7 @@ def load_trained_model(
 
 
 def load_teacher(
-    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
+    options: UptrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
     """The teacher, the model of `checkpoint`, on a device, without gradients.
 
@@ -87,7 +87,11 @@ def load_teacher(
 
 
 def _load(
-    checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str, device: str
+    checkpoint: Checkpoint,
+    options: UptrainOptions,
+    accelerator: Accelerator,
+    dtype: str,
+    device: str,
 ) -> PreTrainedModel:
     """The model of a checkpoint on a device; empty under FSDP2."""
     return load_model(

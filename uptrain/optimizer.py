@@ -11,21 +11,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 
 # Adapters begin at zero and are scaled: a size of their own would say nothing.
 _ADAPTER_SIZE = 0.1
 _BETAS = (0.9, 0.95)
 
 
-def base_rate(options: TrainOptions) -> float:
+def base_rate(options: UptrainOptions) -> float:
     """The peak learning rate, which `make_optimizer` multiplies by the `scale` of a weight."""
     if is_relative(options):
         return float(str(options.learning_rate).removesuffix("%")) / 100
     return float(options.learning_rate)
 
 
-def is_relative(options: TrainOptions) -> bool:
+def is_relative(options: UptrainOptions) -> bool:
     """Whether the learning rate is a share of the size of each weight.
 
     It is by default. A step of Adam has about the size of the rate whatever the gradient, so one
@@ -35,7 +35,7 @@ def is_relative(options: TrainOptions) -> bool:
     return isinstance(options.learning_rate, str)
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, options: UptrainOptions) -> torch.optim.Optimizer:
     """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv
     1804.04235, section 3.1).
 

@@ -56,7 +56,7 @@ class Rate(click.ParamType[float | str]):
 
 
 @dataclass(frozen=True)
-class TrainOptions(Options):
+class UptrainOptions(Options):
     """See `gqa-uptrain --help`.
 
     Batches are counted in blocks; at most one of alpha, tokens and steps is given.

@@ -18,13 +18,13 @@ from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Ints
 from gqa.uptrain.data_sources import data_sources, validation_sources
 from gqa.uptrain.dataloader import Dataloader, MakePair
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.run_length import count_steps, default_batch, require_data, share_of
 from gqa.uptrain.text_data import TextDataBuilder, percent
 from gqa.uptrain.validation_blocks import ONE_DRAWN_IN, without_passages
 
 
-def check_pair_options(options: TrainOptions, name: str) -> None:
+def check_pair_options(options: UptrainOptions, name: str) -> None:
     """Raise RefusedError for options that an encoder-decoder, called `name`, cannot be trained
     with.
     """
@@ -59,7 +59,7 @@ class PairDataBuilder:
     encoder: PairEncoder
 
     @property
-    def options(self) -> TrainOptions:
+    def options(self) -> UptrainOptions:
         """The options of the run."""
         return self.text_builder.options
 
@@ -144,7 +144,7 @@ class PairDataBuilder:
         table = tokenize_pairs(sources, self.encoder)
         return _StoredPairs(table, self.encoder, self.text_builder.largest)
 
-    def _with_side_and_batch(self, pairs: _StoredPairs) -> TrainOptions:
+    def _with_side_and_batch(self, pairs: _StoredPairs) -> UptrainOptions:
         """The options for these pairs, with context (tokens of a side) and batch_size decided."""
         options = replace(self.options, context=pairs.side_length)
         if options.batch_size is not None:
@@ -217,7 +217,7 @@ class _StoredPairs:
         return max(1, int(tokens / self.mean_tokens))
 
 
-def _wanted_pairs(options: TrainOptions, pairs: _StoredPairs, available: int) -> int:
+def _wanted_pairs(options: UptrainOptions, pairs: _StoredPairs, available: int) -> int:
     """How many pairs to train on by --alpha or --tokens; without both all of `available`."""
     if options.alpha is not None:
         return share_of(options.alpha, available)
@@ -226,7 +226,7 @@ def _wanted_pairs(options: TrainOptions, pairs: _StoredPairs, available: int) ->
     return available
 
 
-def _count_pairs(options: TrainOptions, pairs: _StoredPairs, available: int) -> int:
+def _count_pairs(options: UptrainOptions, pairs: _StoredPairs, available: int) -> int:
     """Number of pairs to train on, of `available` that are not held out, each perhaps repeatedly.
 
     Raises CorpusError if there is none.

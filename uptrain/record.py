@@ -18,7 +18,7 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.write import finite
 from gqa.corpus.specs import heldout_of_built_in, parse_self
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import OpenedRun, ReadyRun
 from gqa.uptrain.state_files import TrainingProgress
@@ -62,7 +62,7 @@ def record_of(run: ReadyRun, progress: TrainingProgress) -> dict[str, Any]:
     return dict(finite(record))
 
 
-def options_used(run: ReadyRun) -> TrainOptions:
+def options_used(run: ReadyRun) -> UptrainOptions:
     """The options of a run with what was chosen where an option was left open.
 
     Its length stays as it was given; so does `eval_every`, because only a run without it evaluates

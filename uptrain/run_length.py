@@ -14,7 +14,7 @@ from gqa.corpus.blocks import MIX, is_plain
 from gqa.corpus.specs import parse_self
 from gqa.models.classes import positions
 from gqa.models.training_memory import MAX_BLOCK
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.schedule import depends_on_length
 
 MAX_PAIR = 512  # most tokens of a source or target with relative positions, as for T5
@@ -53,7 +53,7 @@ class Length:
         return self.steps * self.tokens_per_step
 
 
-def largest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+def largest_block(config: Any, checkpoint: Checkpoint, options: UptrainOptions) -> int:
     """Tokens of a block, unless the run is so short that it gets shorter ones: --context, or by
     default the model's positions, at most `MAX_BLOCK` (`MAX_PAIR` for an encoder-decoder with
     relative positions).
@@ -73,7 +73,7 @@ def largest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) ->
 
 
 def length_without_data(
-    options: TrainOptions, config: Any, checkpoint: Checkpoint, processes: int
+    options: UptrainOptions, config: Any, checkpoint: Checkpoint, processes: int
 ) -> Length | None:
     """How long a run is, as far as that does not depend on text, which is not read.
 
@@ -103,8 +103,8 @@ def length_without_data(
 
 
 def decide_block_and_batch(
-    options: TrainOptions, data_tokens: int, largest: int, processes: int
-) -> TrainOptions:
+    options: UptrainOptions, data_tokens: int, largest: int, processes: int
+) -> UptrainOptions:
     """The options with the tokens of a block and the blocks of a step decided.
 
     By default a step has eight blocks of `largest` tokens. If that makes less than 250 steps, a
@@ -124,7 +124,7 @@ def decide_block_and_batch(
     return replace(options, context=block, batch_size=batch)
 
 
-def _tokens_of_run(options: TrainOptions, data_tokens: int) -> int:
+def _tokens_of_run(options: UptrainOptions, data_tokens: int) -> int:
     """Tokens that a run takes, unless --steps says it: with those of blocks that repeat passages,
     which are half of it.
 
@@ -138,12 +138,12 @@ def _tokens_of_run(options: TrainOptions, data_tokens: int) -> int:
     return int(text_tokens / MIX["plain"]) if options.repeats else text_tokens
 
 
-def _may_shrink(options: TrainOptions) -> bool:
+def _may_shrink(options: UptrainOptions) -> bool:
     """Whether blocks and batches may be smaller than by default, for more steps."""
     return options.steps is None and depends_on_length(options.schedule)
 
 
-def _default_block(options: TrainOptions, tokens: int, largest: int) -> int:
+def _default_block(options: UptrainOptions, tokens: int, largest: int) -> int:
     """Tokens of a block in a run of so many tokens, without --context."""
     block = largest
     if _may_shrink(options):
@@ -152,7 +152,7 @@ def _default_block(options: TrainOptions, tokens: int, largest: int) -> int:
     return block
 
 
-def default_batch(options: TrainOptions, blocks: int, processes: int) -> int:
+def default_batch(options: UptrainOptions, blocks: int, processes: int) -> int:
     """Blocks (or pairs) of a step in a run of so many, without --batch-size.
 
     A multiple of the processes, and of --micro-batch on each of them.
@@ -169,7 +169,7 @@ def share_of(alpha: float, total: int) -> int:
     return int(Fraction(repr(float(alpha))) * total)
 
 
-def count_blocks(options: TrainOptions, data_tokens: int) -> int:
+def count_blocks(options: UptrainOptions, data_tokens: int) -> int:
     """Number of blocks to train on: those that --steps need, a share --alpha of the data, or those
     that fit into --tokens; without any of them all of the data once.
 
@@ -215,7 +215,7 @@ def require_data(count: int) -> None:
         )
 
 
-def _blocks_of_alpha(options: TrainOptions, alpha: float, data_tokens: int) -> int:
+def _blocks_of_alpha(options: UptrainOptions, alpha: float, data_tokens: int) -> int:
     """The blocks of a run that reads this share of the data, each token once. Blocks that repeat
     passages come on top. Raises CorpusError if it is less than one block.
     """
@@ -229,7 +229,7 @@ def _blocks_of_alpha(options: TrainOptions, alpha: float, data_tokens: int) -> i
     return blocks_for_text(blocks_of_text) if options.repeats else blocks_of_text
 
 
-def _blocks_of_tokens(options: TrainOptions, tokens: int) -> int:
+def _blocks_of_tokens(options: UptrainOptions, tokens: int) -> int:
     """The blocks that fit into --tokens, those that repeat passages included. Raises CorpusError if
     it is less than one block.
     """
@@ -255,7 +255,7 @@ def blocks_for_text(text_blocks: int) -> int:
     return int((text_so_far <= text_blocks).sum())
 
 
-def count_steps(n_blocks: int, options: TrainOptions) -> int:
+def count_steps(n_blocks: int, options: UptrainOptions) -> int:
     """Whole batches in so many blocks. Raises RefusedError if there is none, or too many."""
     steps = n_blocks // options.blocks_per_step
     if steps > _MOST_STEPS:

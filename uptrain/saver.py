@@ -12,7 +12,7 @@ from gqa.core.console import Watcher
 from gqa.core.errors import OutputError
 from gqa.corpus.streamed import Bookmark
 from gqa.uptrain.evaluation import Weights
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.setup import ReadyRun
 from gqa.uptrain.state_files import TrainingProgress, state_record
 
@@ -20,7 +20,7 @@ STATE_SECONDS = 600  # between two states, at least
 STATE_SHARE = 50  # between two states, at least so many times the seconds that saving one takes
 
 
-def states_kept(options: TrainOptions) -> int:
+def states_kept(options: UptrainOptions) -> int:
     """How many states of a run are kept. While one is saved, they are still there."""
     return 2 if options.save_every else 1
 

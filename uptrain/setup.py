@@ -41,7 +41,7 @@ from gqa.uptrain.models import (
     load_trained_model,
     loading_device,
 )
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.pair_data import check_pair_options
 from gqa.uptrain.run_length import Length, length_without_data
 from gqa.uptrain.sharding import shard_model
@@ -65,7 +65,7 @@ class ResolvedRun:
         length: How long the run is; None if only the data says it.
     """
 
-    options: TrainOptions
+    options: UptrainOptions
     teacher_text: str
     checkpoint: Checkpoint
     teacher_checkpoint: Checkpoint | None
@@ -129,7 +129,7 @@ class ReadyRun(OpenedRun):
 
 
 def prepare(
-    options: TrainOptions,
+    options: UptrainOptions,
     argv: Sequence[str] = (),
     watcher: Watcher = SILENT,
     *,
@@ -155,7 +155,7 @@ def prepare(
     return load_unless_trained(run, watcher)
 
 
-def resolve_run(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> ResolvedRun:
+def resolve_run(options: UptrainOptions, processes: int, watcher: Watcher = SILENT) -> ResolvedRun:
     """Check the options of a run against its model, and decide what they leave open.
 
     Only configs, headers and records are read; of a model id, the weights are not fetched yet.
@@ -197,7 +197,7 @@ def resolve_run(options: TrainOptions, processes: int, watcher: Watcher = SILENT
 
 
 def open_run(
-    options: TrainOptions,
+    options: UptrainOptions,
     argv: Sequence[str] = (),
     watcher: Watcher = SILENT,
     shares_states: bool = True,

@@ -12,7 +12,7 @@ from gqa.corpus.specs import planned_source
 from gqa.uptrain.advice import next_line
 from gqa.uptrain.dry_run import DryRun, TrainingNeeds, training_needs, training_time
 from gqa.uptrain.optimizer import is_relative
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.saver import states_kept
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import OpenedRun, ReadyRun, ResolvedRun
@@ -180,7 +180,7 @@ def _model_line(resolved: ResolvedRun, needs: TrainingNeeds) -> str:
     )
 
 
-def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
+def _teacher_line(options: UptrainOptions, teacher_text: str) -> str:
     """Which model is the teacher, or why there is none."""
     if options.distills:
         return f"teacher     {teacher_text}"
@@ -230,7 +230,7 @@ def _time_text(time: TrainingTime) -> str:
     )
 
 
-def _peak_rate(options: TrainOptions) -> str:
+def _peak_rate(options: UptrainOptions) -> str:
     """The peak learning rate in words."""
     if is_relative(options):
         return f"{options.learning_rate} of each weight tensor's root mean square"
@@ -240,7 +240,7 @@ def _peak_rate(options: TrainOptions) -> str:
     return text
 
 
-def _rate_as_typed(options: TrainOptions) -> str:
+def _rate_as_typed(options: UptrainOptions) -> str:
     """`0.3%`, or `0.0001`."""
     if is_relative(options):
         return str(options.learning_rate)
@@ -261,7 +261,7 @@ def _validation_plan(run: ReadyRun) -> str:
     )
 
 
-def _loss_in_words(options: TrainOptions) -> str:
+def _loss_in_words(options: UptrainOptions) -> str:
     """The loss that training minimizes; on validation text it chooses the best step."""
     return f"{KL_DIVERGENCE} from the teacher" if options.distills else CROSS_ENTROPY
 

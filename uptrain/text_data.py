@@ -20,7 +20,7 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Documents, Ints, tokenize
 from gqa.uptrain.data_sources import data_sources
 from gqa.uptrain.dataloader import Dataloader
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.run_length import (
     ENDLESS,
     count_blocks,
@@ -52,7 +52,7 @@ class TextDataBuilder:
         write: Writes text with the teacher.
     """
 
-    options: TrainOptions
+    options: UptrainOptions
     encoders: Encoders
     largest: int
     ranks: int = 1
@@ -161,7 +161,7 @@ class TextDataBuilder:
             first_trained_block=n_validation,
         )
 
-    def _with_block_and_batch(self, data_tokens: int) -> TrainOptions:
+    def _with_block_and_batch(self, data_tokens: int) -> UptrainOptions:
         """The options for data of so many tokens, with context and batch_size decided, and without
         repeats if no passage fits twice into a block.
         """
@@ -207,7 +207,7 @@ class _Reading:
         return min(self.read_tokens, self.data_tokens)
 
 
-def _plan_reading(options: TrainOptions, text: Documents, heldout: HeldoutDocuments) -> _Reading:
+def _plan_reading(options: UptrainOptions, text: Documents, heldout: HeldoutDocuments) -> _Reading:
     """What a run reads of documents. Raises RefusedError and CorpusError if that is too little."""
     lengths = heldout.lengths(text)
     steps = count_steps(count_blocks(options, int(lengths.sum())), options)

@@ -24,14 +24,14 @@ from gqa.corpus.rows import searched_text
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, tokenize
 from gqa.uptrain.data_sources import validation_sources
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import UptrainOptions
 from gqa.uptrain.overlap import Overlap, find_overlap, validation_texts
 
 ONE_DRAWN_IN = 20  # blocks or pairs: this part of the data is held out at most, if none is named
 
 
 def blocks_of_named_text(
-    options: TrainOptions, encoders: Encoders
+    options: UptrainOptions, encoders: Encoders
 ) -> tuple[HeldoutDocuments, list[Block]]:
     """The documents of the validation sources, which training skips, and blocks of them.
 
@@ -69,7 +69,7 @@ def blocks_of_named_text(
 
 
 def blocks_of_drawn_text(
-    options: TrainOptions, text: Documents
+    options: UptrainOptions, text: Documents
 ) -> tuple[HeldoutDocuments, list[Block]]:
     """The documents with the lowest hashes (`hold_back`), which training skips, and blocks of them:
     a twentieth of the data, and at most --validation-tokens.
@@ -98,7 +98,7 @@ def blocks_of_drawn_text(
 
 
 def passages_to_exclude(
-    options: TrainOptions,
+    options: UptrainOptions,
     sources: Sequence[Source],
     heldout: HeldoutDocuments,
     encoders: Encoders,
@@ -120,7 +120,7 @@ def passages_to_exclude(
 
 
 def without_passages(
-    options: TrainOptions,
+    options: UptrainOptions,
     sources: Sequence[Source],
     heldout: HeldoutDocuments,
     encoders: Encoders,
@@ -140,6 +140,6 @@ def has_targets(block: Block) -> bool:
     return "loss_mask" not in block or bool(block["loss_mask"][1:].any())
 
 
-def most_measured_blocks(options: TrainOptions) -> int:
+def most_measured_blocks(options: UptrainOptions) -> int:
     """The largest number of blocks that are measured."""
     return max(1, options.validation_tokens // options.block_size)

@@ -103,8 +103,8 @@ class PairMaker:
         cut = sum(encoder.cuts(*pair, self.length) for pair in pairs)
         if cut:
             self._watcher.warn(
-                f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a "
-                "side"
+                f"{cut:,} of {len(pairs):,} pairs have more than {self.length} tokens a side, "
+                "and are cut"
             )
         return [encoder.add_special_tokens(*pair, self.length) for pair in pairs]
 

@@ -285,7 +285,7 @@ def _check_entries(config: ModelConfig, name: str) -> None:
         except RuntimeError as error:  # transformers': `per_layer_config` has several values
             raise RefusedError(
                 f"{name}: per_layer_config of config.json gives layers a {key} of their own, "
-                "which is not supported"
+                f"which is not supported; convert a model that has one {key} for all layers"
             ) from error
 
     for key, (is_allowed, allowed) in _ALLOWED_VALUES.items():

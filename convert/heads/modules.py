@@ -169,7 +169,7 @@ class AttentionModule:
             rule = rule_of(tail, config)
             if rule and rule.projection:  # a norm may be stored wider
                 return spec.dtype
-        raise CorruptError(f"{self.path} has no keys and values; download it again")
+        raise CorruptError(f"{self.path} has no keys and values; download the checkpoint again")
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
@@ -189,7 +189,9 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             if layer < config.layers:
                 stacks.add(stack)
         elif "q_proj.weight" in tensors and not config.shares_kv(layer):
-            raise CorruptError(f"{path} has queries but no keys and values; download it again")
+            raise CorruptError(
+                f"{path} has queries but no keys and values; download the checkpoint again"
+            )
 
     if not modules:
         raise CorruptError(

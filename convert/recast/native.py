@@ -349,7 +349,8 @@ def _phi_config(config: Any) -> dict[str, Any]:
     """
     if not config.use_parallel_residual:
         raise RefusedError(
-            "no class with a number of KV heads has its layers (use_parallel_residual: false); "
+            "transformers has no class with fewer KV heads for its layers (use_parallel_residual: "
+            "false); "
             "use a related model with grouped-query attention"
         )
 

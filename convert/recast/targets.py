@@ -130,8 +130,8 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
         ) from error
     except Exception as error:  # any error of a config class means that the config is wrong
         raise CorruptError(
-            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: "
-            f"{explain(error)}; correct it"
+            f"{checkpoint.name}: its config.json, of {recasting.source}, cannot be turned into "
+            f"one of {target}: {explain(error)}; correct it"
         ) from error
     return new
 

@@ -99,9 +99,9 @@ def expert_options(options: dict[str, Any], kind: Any = None) -> Iterator[dict[s
     """What is left of `options` without those that only Python callers have, which are the defaults
     meanwhile; of gqa-uptrain unless another `kind` is given.
     """
-    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.options import UptrainOptions
 
-    kind = kind or TrainOptions
+    kind = kind or UptrainOptions
     fields = kind.__dataclass_fields__
     expert = {
         name: value
@@ -118,7 +118,7 @@ def expert_options(options: dict[str, Any], kind: Any = None) -> Iterator[dict[s
 
 def options_for(model: Path | str = "model", out: Path | str = "out", **given: Any) -> Any:
     """Of two steps over the corpus of `material`, unless others are given."""
-    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.options import UptrainOptions
 
     short = {
         "data": (str(material() / "data.jsonl"),),
@@ -126,7 +126,7 @@ def options_for(model: Path | str = "model", out: Path | str = "out", **given: A
         "batch_size": 2,
         "learning_rate": 1e-2,
     }
-    return TrainOptions(str(model), Path(out), **short | given)
+    return UptrainOptions(str(model), Path(out), **short | given)
 
 
 def trained(options: Any, argv: Sequence[str] = ()) -> Any:
