@@ -17,6 +17,7 @@ from typing import Any
 from gqa.convert.estimate import duration, estimate
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.config_edits import valid_kv_heads
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.methods.base import Method
 from gqa.convert.options import ConvertOptions, options_of
@@ -171,7 +172,10 @@ class Advice:
 
         if not self.training_command:
             return ""
-        goal = "for better quality uptrain it"
+        goal = "for better quality "
+        if self._can_keep_more:
+            goal += "keep more KV heads, or "
+        goal += "uptrain it"
         if self._fits_training:
             return f"{goal}: {self.training_command}"
         plan = (
@@ -186,6 +190,15 @@ class Advice:
     def _best_method(self) -> Method:
         """The method that loses least of those that the model allows."""
         return self.plan.available_methods[-1]
+
+    @property
+    def _can_keep_more(self) -> bool:
+        """Whether all layers can have more KV heads than the result, and fewer than the model."""
+        plan = self.plan
+        if not isinstance(plan.kv_heads, int):
+            return False
+        counts = valid_kv_heads(plan.config)
+        return any(plan.kv_heads < count < plan.config.main_heads.kv for count in counts)
 
     @cached_property
     def _loss(self) -> Loss:

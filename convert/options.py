@@ -59,7 +59,7 @@ class ConvertOptions(Options):
     method: str = option(
         DEFAULT_METHOD,
         "How to merge KV heads; see the table below.",
-        OneOf((*METHODS,)),
+        OneOf([*reversed(METHODS)]),  # the best first, as in the table of --help
         metavar="METHOD",
         group=MAIN,
         repeated=False,

@@ -28,8 +28,9 @@ GOOD_RECALL_LOSS = 0.02
 DAMAGED_RECALL_LOSS = 0.10
 
 LEGEND = (
-    f"good: at most x{GOOD_RATIO} (end of the interval) and {100 * GOOD_RECALL_LOSS:.0f} points of "
-    f"recall lost; damaged: above x{DAMAGED_RATIO} or {100 * DAMAGED_RECALL_LOSS:.0f} points"
+    f"good: the interval ends at x{GOOD_RATIO} or below, and recall falls by at most "
+    f"{100 * GOOD_RECALL_LOSS:.0f} points; damaged: the ratio is above x{DAMAGED_RATIO}, or recall "
+    f"falls by more than {100 * DAMAGED_RECALL_LOSS:.0f} points; trade-off: between them"
 )
 
 MEANINGS: dict[Level, str] = {

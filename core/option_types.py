@@ -248,7 +248,7 @@ class KVHeads(click.ParamType[int | tuple[int, ...]]):
         except click.BadParameter:
             self.fail(
                 f"{value!r} is not a number of KV heads; pass a positive whole number, or one for "
-                "each layer, like 3,1,1,3",
+                "each layer, like 3,1,1,3; for a share of them there is --kv-budget 0.5",
                 param,
                 ctx,
             )

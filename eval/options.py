@@ -11,6 +11,7 @@ import click
 from gqa.checkpoint.hub import require_model
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError, alternatives
+from gqa.core.escape import shell_line
 from gqa.core.option_types import BYTES, COUNT, Number, tokens_type
 from gqa.core.options import HARDWARE, MAIN, MODEL, OUTPUT, Options, option, same_as
 from gqa.eval.cache_formats import CACHE_FORMATS, CacheFormatName
@@ -178,6 +179,12 @@ class EvaluateOptions(Options):
         if not self.models:
             raise RefusedError(
                 "no model was passed; pass one checkpoint or more, the baseline first"
+            )
+        last = self.models[-1]
+        if self.json and last.endswith(".json") and not Path(last).exists():
+            raise RefusedError(
+                f"--json takes no file name, but {last!r} was passed; to write the results there, "
+                f"end the command with > {shell_line([last])}"
             )
         if self.simulate_cache and self.decode:
             raise RefusedError(

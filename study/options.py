@@ -128,7 +128,7 @@ class AblateOptions(Options):
     methods: tuple[str, ...] = option(
         ("mean", "first", "aligned", "calibrated", "refined"),
         "Methods to compare; random is a control.",
-        OneOf([*METHODS]),
+        OneOf([*reversed(METHODS)]),
         metavar="METHOD[,...]",
         may_change=True,
         group=MAIN,

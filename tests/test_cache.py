@@ -122,11 +122,12 @@ def test_a_full_cache_is_not_a_full_output(
     use_data_cache(monkeypatch, tmp_path / "cache")
     # A disk that is full, or read-only, when generated text is kept
     monkeypatch.setattr(sample_store, "_append_batches", fail(number))
+    teacher = shutil.copytree(small, tmp_path / "teacher")
     words = {
         "gqa-convert": ("-g", 2, "--context", 16, "--tokens", 256),
         "gqa-uptrain": (
             "--teacher",
-            small,
+            teacher,
             "--data",
             "self:1K",
             "--steps",

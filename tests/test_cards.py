@@ -238,14 +238,9 @@ def test_lora_has_a_rank(converted: Path, place: Path, tmp_path: Path) -> None:
 
 def test_a_teacher_of_the_same_name_is_another_model(place: Path, tmp_path: Path) -> None:
     """Without a record nothing says that it is the base model."""
-    train(
-        place / "llama",
-        tmp_path / "out",
-        "--data",
-        place / "text.jsonl",
-        "--teacher",
-        place / "llama",
-    )
+    teacher = shutil.copytree(place / "llama", tmp_path / "llama")
+    data = place / "text.jsonl"
+    train(place / "llama", tmp_path / "out", "--data", data, "--teacher", teacher)
     assert "`llama`, further distilled from another model of the same name (" in ours(
         tmp_path / "out"
     )

@@ -52,8 +52,8 @@ def test_the_tables() -> None:
     assert [line.partition(", perplexity")[0] for line in verdicts] == [
         "damaged    gqa4: 4 of 8 KV heads, KV cache 2x smaller",
         "damaged    gqa2: 2 of 8 KV heads, KV cache 4x smaller",
-        "good: at most x1.05 (end of the interval) and 2 points of recall lost; damaged: above "
-        "x1.5 or 10 points",
+        "good: the interval ends at x1.05 or below, and recall falls by at most 2 points; damaged: "
+        "the ratio is above x1.5, or recall falls by more than 10 points; trade-off: between them",
     ]
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
@@ -241,6 +241,11 @@ def test_hub_ids(
             "SRC --simulate-cache 8",
             "--simulate-cache has no effect without --data, --recall or --memory; pass one of them "
             "too",
+        ),
+        (
+            "SRC G2 --data TEXT --json out.json",
+            "--json takes no file name, but 'out.json' was passed; to write the results there, end "
+            "the command with > out.json",
         ),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
         (

@@ -202,12 +202,14 @@ def test_training_keys_and_values_fits_a_small_gpu(
     assert record["memory"] + 2 * record["activations"] < SMALL_GPU
 
 
-def advice_on(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> Advice:
+def advice_on(
+    memory: int, models: Path, monkeypatch: pytest.MonkeyPatch, kv_heads: int = 16
+) -> Advice:
     """What the guide's conversion advises on a GPU of so many bytes."""
     monkeypatch.setattr(devices, "total_memory", lambda device: memory)
     use_bfloat16(monkeypatch, native=True)
     monkeypatch.chdir(models)
-    options = ConvertOptions(f"./{LLAMA}", kv_heads=16, method="refined", overwrite=True)
+    options = ConvertOptions(f"./{LLAMA}", kv_heads=kv_heads, method="refined", overwrite=True)
     return Advice(prepare(options), None, options, Path(f"./{LLAMA}-gqa16-refined"), {})
 
 
@@ -229,7 +231,15 @@ def test_the_conversion_ends_with_plain_training_where_that_fits(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = advice_on(2 * GPU, models, monkeypatch).next_line()
-    assert line.endswith("uptrain it: gqa-uptrain Llama-2-7b-hf-gqa16-refined")
+    assert line == "for better quality uptrain it: gqa-uptrain Llama-2-7b-hf-gqa16-refined"
+
+
+def test_more_heads_are_advised_first_where_a_number_is_between(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between 8 and 32 heads there are 16, between 16 and 32 there is no divisor of 32."""
+    line = advice_on(2 * GPU, models, monkeypatch, kv_heads=8).next_line()
+    assert line.startswith("for better quality keep more KV heads, or uptrain it: gqa-uptrain ")
 
 
 def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(

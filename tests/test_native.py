@@ -170,7 +170,7 @@ def source(
         (
             "gpt_neox",
             {"use_parallel_residual": False},
-            "no class .* has its layers .use_parallel_residual: false",
+            "no class .* for its layers .use_parallel_residual: false",
         ),
         (
             "gpt2",

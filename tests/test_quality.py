@@ -262,8 +262,8 @@ def test_no_token_owns_the_fit(method: str, size: float) -> None:
     def resize(tensors: Tensors) -> None:
         tensors["model.embed_tokens.weight"][TOKEN] *= size
 
-    lost = lost_nats(method, one_layer(resize))
-    assert lost == pytest.approx(lost_nats_unchanged(method), abs=0.02)
+    # A short refinement may also end lower, by as much as it varies between machines
+    assert lost_nats(method, one_layer(resize)) < lost_nats_unchanged(method) + 0.02
 
 
 ATTENTION = "model.layers.0.self_attn"

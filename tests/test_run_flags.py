@@ -5,6 +5,7 @@ are copied.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,9 @@ def test_training_is_the_same_and_copies_them(
     plain: Path, flagged: Path, data: Path, tmp_path: Path
 ) -> None:
     for name, model in (("plain", plain), ("flagged", flagged)):
+        teacher = shutil.copytree(model, tmp_path / f"teacher-{name}")
         trained(
-            options_for(model, tmp_path / name, data=(str(data),), context=32, teacher=str(model))
+            options_for(model, tmp_path / name, data=(str(data),), context=32, teacher=str(teacher))
         )
 
     assert losses(tmp_path / "plain") == losses(tmp_path / "flagged")

@@ -170,7 +170,7 @@ def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
     words = (
         small,
         "--teacher",
-        small,
+        shutil.copytree(small, tmp_path / "teacher"),
         "--data",
         "self:2K",
         "--seed",

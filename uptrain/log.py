@@ -93,12 +93,10 @@ class Log:
     def _shown_losses(
         self, progress: TrainingProgress, numbers: dict[str, float]
     ) -> dict[str, float]:
-        """Losses by the names that people see."""
-        losses = {"cross-entropy": numbers["cross_entropy"]}
-        if "kl" in numbers:
-            losses["kl"] = numbers["kl"]
+        """What the run lowers, by the name that people see: in this step, and at best so far."""
+        name = self._objective.replace("_", "-")
+        losses = {name: numbers[self._objective]}
         if progress.lowest_validation:
-            name = self._objective.replace("_", "-")
             losses[f"lowest validation {name}"] = progress.lowest_validation[self._objective]
         return losses
 

@@ -115,7 +115,7 @@ def dry_run_lines(plan: DryRun) -> list[str]:
 
 
 def _memory_line(needs: TrainingNeeds, optimizer: str) -> str:
-    """The memory that a training needs on a GPU, and what takes it."""
+    """The memory that a training needs on its device, and what takes it."""
     sizes = {
         "weights": needs.weights,
         "their bfloat16 copies": needs.copies,
@@ -126,10 +126,10 @@ def _memory_line(needs: TrainingNeeds, optimizer: str) -> str:
     parts = ", ".join(f"{name} {size(count)}" for name, count in sizes.items() if count)
 
     if needs.activations is None:
-        return f"memory      {size(needs.memory)} on a GPU ({parts}), and activations"
+        return f"memory      {size(needs.memory)} on the device ({parts}), and activations"
     total = needs.memory + needs.activations
     return (
-        f"memory      about {size(total)} on a GPU ({parts}, activations about "
+        f"memory      about {size(total)} on the device ({parts}, activations about "
         f"{size(needs.activations)})"
     )
 
