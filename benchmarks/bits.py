@@ -144,7 +144,7 @@ def train_and_evaluate(figures: Figures, scratch: Path) -> None:
         return weights_digest(trained)
 
     def evaluate() -> Any:
-        evaluation = gqa.evaluate(
+        evaluation = gqa.evaluate_models(
             EXAMPLE,
             converted,
             trained,

@@ -373,7 +373,7 @@ def hub_reason(error: BaseException) -> str | None:
         if type(cause).__module__.startswith("httpx"):  # httpx2 from huggingface_hub 2 on
             return (
                 f"the hub at {constants.ENDPOINT} cannot be reached ({explain(cause)}); "
-                "check the connection, HF_ENDPOINT and the proxy, "
+                "check the name, the connection, HF_ENDPOINT and the proxy, "
                 "or set HF_HUB_OFFLINE=1 to use what is in the cache"
             )
     return None

@@ -246,7 +246,7 @@ def _dry_run(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
         seconds, memory = estimate(plan, method, options.maps_options)
         cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
         if method == plan.method:
-            cost += "  <- this plan"
+            cost += f"  <- this plan, if nothing else runs on {device}"
         _say(f"estimate    {method.name:12}{cost}", options)
         costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
         if method == plan.method:
@@ -261,10 +261,10 @@ def _dry_run(plan: Plan, planned: Mapping[str, Any], options: ConvertOptions) ->
 
 
 def _estimated_methods(plan: Plan) -> tuple[Method, ...]:
-    """The methods whose time and memory --dry-run prints: those that the model allows, and the
-    plan's own if it is a control that computes maps.
+    """The methods whose time and memory --dry-run prints, the best first, as in the table of
+    --help: those that the model allows, and the plan's own if it is a control that computes maps.
     """
-    methods = plan.available_methods
+    methods = (*reversed(plan.available_methods),)
     if plan.method.is_control and plan.method.computes_maps:
         methods += (plan.method,)
     return methods

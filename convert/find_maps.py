@@ -52,7 +52,7 @@ def with_maps(
     Layers calibrated on text are stored beside `out` until the block succeeds, so that the same
     call can continue after the last of them.
 
-    Raises RefusedError and CorpusError. A model that cannot be run layer by layer is refused with
+    Raises RefusedError and TextError. A model that cannot be run layer by layer is refused with
     the methods that read no text.
     """
     method = plan.method

@@ -239,7 +239,10 @@ def _describe_usage(error: click.ClickException) -> str:
 
     extra = re.match(r"Got unexpected extra arguments? \((.*)\)", error.format_message())
     if extra:
-        return f"too many arguments: {extra[1]}"
+        advice = "only MODEL is passed without the name of an option"
+        if extra[1].startswith("#"):
+            advice = "your shell passes comments on; leave out what follows the #"
+        return f"too many arguments: {extra[1]}; {advice}"
 
     is_missing = isinstance(error, click.MissingParameter)
     if isinstance(error, click.BadParameter) and error.param is not None and not is_missing:

@@ -39,7 +39,7 @@ def layerwise_error(subject: str, reason: str) -> LayerwiseError:
     return LayerwiseError(f"{subject} cannot be run layer by layer: {reason}")
 
 
-class CorpusError(RefusedError):
+class TextError(RefusedError):
     """Text that cannot be used.
 
     One line: what was given, what is wrong with it or allowed, what to do.

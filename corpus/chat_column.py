@@ -45,7 +45,7 @@ def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str |
     """The column of chats in files of one format; None if their documents are not chats.
 
     The first file that has one of `columns` or of CHAT_COLUMNS says it, as a file without rows has
-    no columns. Raises CorpusError.
+    no columns. Raises TextError.
     """
     for file in files:
         has_text = columns_with_text(file, [*columns, *CHAT_COLUMNS])
@@ -57,7 +57,7 @@ def chat_column_of_files(files: Sequence[Path], columns: Sequence[str]) -> str |
 def chat_column_of_data(name: str, load: Callable[[], Any], columns: Sequence[str]) -> str | None:
     """The column of chats in the data set `name` of the hub; None if its documents are not chats.
 
-    Its first row says it. Raises CorpusError.
+    Its first row says it. Raises TextError.
     """
     data = load()
     names = data.column_names  # None for some streams

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gqa.core.errors import CorpusError
+from gqa.core.errors import TextError
 
 CHAT_COLUMNS = ("messages", "conversations")
 _SHAREGPT_ROLES = {
@@ -42,7 +42,7 @@ class Chat(tuple[Any, ...]):
 def chat_text(value: Any, column: str, where: str) -> str | None:
     """The JSON text of a chat's messages, in transformers' form; None if there is no message.
 
-    Raises CorpusError if the value is no list of messages.
+    Raises TextError if the value is no list of messages.
     """
     if isinstance(value, Mapping):  # a list of structs as older versions of `datasets` return it
         value = _rows_of_columns(value)
@@ -99,8 +99,8 @@ def _in_order(message: Message) -> Message:
     return first | message
 
 
-def _not_messages(column: str, where: str, reason: str) -> CorpusError:
-    return CorpusError(f"{where}: column {column!r} is not a chat: {reason}; pass {_FORMS}")
+def _not_messages(column: str, where: str, reason: str) -> TextError:
+    return TextError(f"{where}: column {column!r} is not a chat: {reason}; pass {_FORMS}")
 
 
 def messages_of(text: str) -> list[Message]:

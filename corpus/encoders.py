@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from gqa.checkpoint.chat_template import MAX_CHARACTERS, ChatRenderer, template_of, variables_of
-from gqa.core.errors import CorpusError, RefusedError, explain
+from gqa.core.errors import RefusedError, TextError, explain
 from gqa.corpus.chats import Message, messages_of
 from gqa.corpus.sources import Source
 
@@ -64,7 +64,7 @@ class Encoder(Protocol):
     masks: bool
 
     def encode(self, documents: Sequence[str]) -> list[Encoded]:
-        """Encode documents, all at once. Raises CorpusError and RefusedError."""
+        """Encode documents, all at once. Raises TextError and RefusedError."""
         ...
 
     def beginning(self, text: str, count: int) -> str:
@@ -80,7 +80,7 @@ class TextEncoder:
     """Encodes texts that are packed into blocks: BOS (if the tokenizer adds it), the text, EOS.
 
     The tokenizers of Llama and Gemma add BOS, those of GPT-2 and Qwen do not. Text that spells a
-    special token stays text. Raises CorpusError if the tokenizer has no EOS token.
+    special token stays text. Raises TextError if the tokenizer has no EOS token.
     """
 
     masks = False
@@ -88,7 +88,7 @@ class TextEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
-            raise CorpusError(
+            raise TextError(
                 "the tokenizer has no EOS token, which is put between documents; set its eos_token"
             )
         self.eos: int = tokenizer.eos_token_id
@@ -189,7 +189,7 @@ class ChatEncoder:
         self._renderer = ChatRenderer(template, variables_of(tokenizer))
 
     def encode(self, documents: Sequence[str]) -> list[Encoded]:
-        """Encode chats, each a `chat_text`. Raises CorpusError and RefusedError."""
+        """Encode chats, each a `chat_text`. Raises TextError and RefusedError."""
         texts = list[str]()
         spans_of_texts = list[list[Span]]()
         for document in documents:
@@ -248,7 +248,7 @@ class ChatEncoder:
         the end of the prompt before the turn to the end of the turn.
 
         Raises RefusedError if the template writes the first messages of a chat in another way when
-        more messages follow: then nobody can say where a turn begins and ends. Raises CorpusError
+        more messages follow: then nobody can say where a turn begins and ends. Raises TextError
         if it writes no prompt before a first message of the assistant.
         """
         for number, message in enumerate(messages):
@@ -271,7 +271,7 @@ class ChatEncoder:
     def _first_prompt(self, message: Message, with_turn: str) -> str:
         """What the template writes before the first message of a chat, if the assistant writes it.
 
-        Raises CorpusError for a template that needs a message, as those that read the first one
+        Raises TextError for a template that needs a message, as those that read the first one
         outside of their loop; and for one that begins a chat in another way than a chat without
         messages, as those that write a system prompt in their loop.
 
@@ -289,7 +289,7 @@ class ChatEncoder:
             return prompt
 
         beginning = _beginning_of(message)
-        raise CorpusError(
+        raise TextError(
             f"a chat begins with the assistant ({beginning!r}), and the chat template of "
             f"{self.name} writes no prompt before it ({reason}); add {{% generation %}} marks to "
             "the template, or remove that chat"
@@ -316,7 +316,7 @@ class ChatEncoder:
     def _render(self, messages: Sequence[Message], **settings: bool) -> dict[str, Any]:
         """Render messages: the text in `text`, with `mark_assistant` also its `spans`.
 
-        Raises RefusedError if the template cannot be used, CorpusError if it refuses these
+        Raises RefusedError if the template cannot be used, TextError if it refuses these
         messages.
         """
         # Templates also write reasoning and calls of tools
@@ -332,7 +332,7 @@ class ChatEncoder:
         if "raised" in answer:
             beginning = _beginning_of(messages[0])
             reason = explain(ValueError(answer["raised"]))
-            raise CorpusError(
+            raise TextError(
                 f"the chat template of {self.name} refuses the chat that begins with "
                 f"{beginning!r}: {reason}; repair or remove that chat"
             )
@@ -395,7 +395,7 @@ class Encoders:
     def of(self, source: Source) -> Encoder:
         """The encoder for the documents of a source.
 
-        Raises RefusedError and CorpusError.
+        Raises RefusedError and TextError.
         """
         if source.has_chats:
             return self.chats

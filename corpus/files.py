@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from gqa.core.errors import CorpusError, listing
+from gqa.core.errors import TextError, listing
 from gqa.corpus.readers import allowed_files, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
@@ -34,7 +34,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
     of `datasets`. Links are followed; a file that has several paths counts once, with the first of
     them.
 
-    Raises CorpusError if there is no such file, if the files have several formats, or if a
+    Raises TextError if there is no such file, if the files have several formats, or if a
     directory holds several splits.
     """
     # By os.path: pathlib raises for `~name` if there is no such user, and for a name that is too
@@ -54,7 +54,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
         files = [file for file in files if not _SKIPPED.fullmatch(file.name)]
     files = _without_repeats(files)
     if not files:
-        raise CorpusError(_no_files(spec, path))
+        raise TextError(_no_files(spec, path))
 
     if is_directory:
         _check_one_split(spec, [str(file.relative_to(path)) for file in files])
@@ -62,7 +62,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
 
     with_content = [file for file in files if file.stat().st_size]
     if not with_content:
-        raise CorpusError(f"{spec} has no text: all its files are empty; pass other text")
+        raise TextError(f"{spec} has no text: all its files are empty; pass other text")
     return tuple(with_content)
 
 
@@ -81,7 +81,7 @@ def _no_files(spec: str, path: Path) -> str:
 
 
 def _check_one_split(directory: str, names: Sequence[str]) -> None:
-    """Raise CorpusError if files of these names in a directory are of several splits."""
+    """Raise TextError if files of these names in a directory are of several splits."""
     splits = set[str]()
     for split, (words, whole_words) in _SPLITS.items():
         anywhere = rf"(?<![a-z])({words})(?![a-z])"
@@ -91,18 +91,18 @@ def _check_one_split(directory: str, names: Sequence[str]) -> None:
             splits.add(split)
     if len(splits) > 1:
         below = f"{glob.escape(directory.rstrip('/'))}/**/*"
-        raise CorpusError(
+        raise TextError(
             f"the directory {directory} holds several splits ({listing(splits)}); pass the files "
             f"of one, like {shlex.quote(f'{below}train*')}, or all as {shlex.quote(below)}"
         )
 
 
 def _check_one_format(spec: str, files: Sequence[Path]) -> None:
-    """Raise CorpusError if files have several formats."""
+    """Raise TextError if files have several formats."""
     formats = {file_format(file): str(file) for file in files}
     if len(formats) > 1:
         examples = listing(formats.values())
-        raise CorpusError(
+        raise TextError(
             f"{spec} names files of several formats ({examples}); pass a pattern that names those "
             "of one"
         )

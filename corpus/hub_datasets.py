@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause, quiet
-from gqa.core.errors import CacheError, CorpusError, explain
+from gqa.core.errors import CacheError, TextError, explain
 from gqa.corpus.cache import datasets_cache
 
 
@@ -17,7 +17,7 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
         A `datasets.Dataset`, or an `IterableDataset` when streaming.
 
     Raises:
-        CorpusError: It cannot be loaded.
+        TextError: It cannot be loaded.
         CacheError: The cache cannot be written, and several processes share it, or the disk is
             full.
     """
@@ -39,14 +39,14 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
         raise hub_error(error, name) from error
 
 
-def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
+def hub_error(error: BaseException, name: str) -> TextError | CacheError:
     """The one-line error for a dataset that cannot be loaded: its cause, and what to do."""
     if cause := local_cause(error):
         return cache_error(cause)
     if reason := hub_reason(error):
         if _is_unknown(error):
             reason = f"{reason.rstrip('.')}; check the name, or log in (hf auth login)"
-        return CorpusError(f"there is no file or directory {name!r}, and {reason}")
+        return TextError(f"there is no file or directory {name!r}, and {reason}")
 
     # The innermost error says most
     message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")
@@ -55,7 +55,7 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     else:
         message += "; check its name, your access to it and its files"
 
-    return CorpusError(f"the dataset {name} cannot be loaded: {message}")
+    return TextError(f"the dataset {name} cannot be loaded: {message}")
 
 
 def _is_unknown(error: BaseException) -> bool:

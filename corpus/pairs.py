@@ -126,7 +126,7 @@ class PairEncoder:
 def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
     """The pairs of data sets, without special tokens, stored as by `tokenize`.
 
-    Raises CorpusError.
+    Raises TextError.
     """
 
     def encode(rows: list[tuple[str, ...]]) -> list[dict[str, Any]]:

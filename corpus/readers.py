@@ -16,7 +16,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gqa.core.errors import CorpusError, RefusedError, explain, listing, one_line
+from gqa.core.errors import RefusedError, TextError, explain, listing, one_line
 from gqa.corpus.cache import cache_errors, datasets_cache
 
 COMPRESSED = (".gz", ".zst")
@@ -100,7 +100,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of files, with `columns` only; a text or None in each, with `has_chats` any value.
 
-    Raises CorpusError, which names the file.
+    Raises TextError, which names the file.
     """
     for file in files:
         path = Path(file)
@@ -115,7 +115,7 @@ def read_rows(
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from error
         except Exception as error:  # pyarrow's, pandas', Python's
-            raise CorpusError(
+            raise TextError(
                 f"{file} cannot be read: {explain(error)}; repair it, or pass other text"
             ) from error
 
@@ -124,7 +124,7 @@ def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
     """For each of these columns that a file has, whether it has text (True) or something else, like
     lists (False): by the schema, or of JSON by the first row.
 
-    Empty for formats without types (text and CSV). Raises CorpusError.
+    Empty for formats without types (text and CSV). Raises TextError.
     """
     text_columns = FORMATS[str(file_format(path))].text_columns
     if text_columns is None:
@@ -134,7 +134,7 @@ def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
     except RefusedError:
         raise
     except Exception as error:  # pyarrow's, Python's
-        raise CorpusError(
+        raise TextError(
             f"{path} cannot be read: {explain(error)}; repair it, or pass other text"
         ) from error
 
@@ -187,14 +187,14 @@ def _has_text(kind: Any) -> bool:
 
 
 def check_text(value: Any, column: str, where: str, columns: Sequence[str]) -> None:
-    """Raise CorpusError unless a value of a column is None or a text that UTF-8 can express.
+    """Raise TextError unless a value of a column is None or a text that UTF-8 can express.
 
     columns: The column of text, or those of sources and targets; `column` is one of them.
     """
     if value is None:
         return
     if not isinstance(value, str):
-        raise CorpusError(
+        raise TextError(
             f"{where}: column {column!r} has type {type(value).__name__}; pass a column of text "
             f"with {_column_option(column, columns)}"
         )
@@ -202,20 +202,20 @@ def check_text(value: Any, column: str, where: str, columns: Sequence[str]) -> N
         try:
             value.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
-            raise CorpusError(
+            raise TextError(
                 f"{where}: column {column!r} is not Unicode: {explain(error)}; remove that row"
             ) from error
 
 
-def _not_utf8(where: str, error: UnicodeDecodeError) -> CorpusError:
-    return CorpusError(
+def _not_utf8(where: str, error: UnicodeDecodeError) -> TextError:
+    return TextError(
         f"{where} is not UTF-8: {explain(error)}; if it is text, convert it, for "
         "instance with iconv"
     )
 
 
 def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -> None:
-    """Raise CorpusError unless a file has the columns."""
+    """Raise TextError unless a file has the columns."""
     names = list(present)
     missing = [column for column in columns if column not in names]
     if missing:
@@ -224,7 +224,7 @@ def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -
 
 def missing_column(
     where: object, columns: Sequence[str], name: str, present: Iterable[str]
-) -> CorpusError:
+) -> TextError:
     """The error of a source without one of the columns that are asked for.
 
     Args:
@@ -240,7 +240,7 @@ def missing_column(
     advice = f"name the column of {what} with {option}"
     if len(columns) == 1 and _has_prompts_and_answers(present):
         advice = "join prompt and answer into one column 'text', or write chats in 'messages'"
-    return CorpusError(f"{where} has no column {name!r}; it has {names}; {advice}")
+    return TextError(f"{where} has no column {name!r}; it has {names}; {advice}")
 
 
 def _has_prompts_and_answers(columns: Iterable[str]) -> bool:
@@ -285,7 +285,7 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     for number, value in _json_values(path):
         if not isinstance(value, dict):
             kind = type(value).__name__
-            raise CorpusError(
+            raise TextError(
                 f"{path} cannot be read: row {number} is a JSON {kind}; write one object per line"
             )
         rows += 1
@@ -326,7 +326,7 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
 def _value_of_lines(first: bytes, start: int, stream: io.BufferedReader, path: Path) -> Any:
     """The one JSON value of a file whose first line, of number `start`, is no value by itself.
 
-    `stream` has the lines after it. Raises CorpusError, which names the line if the file may be
+    `stream` has the lines after it. Raises TextError, which names the line if the file may be
     JSON Lines.
     """
     if not _has_lines(path):
@@ -335,7 +335,7 @@ def _value_of_lines(first: bytes, start: int, stream: io.BufferedReader, path: P
     # A broken first line of JSON Lines is no reason to read a large file
     rest = stream.read(_MAX_VALUE + 1)
     if len(rest) <= _MAX_VALUE:
-        with suppress(CorpusError):
+        with suppress(TextError):
             return _parse(first + rest, str(path))
     return _parse_line(first, start, path)  # raises
 
@@ -372,7 +372,7 @@ def _parse_line(line: bytes, number: int, path: Path) -> Any:
         raise _broken_json(where, error) from error
     except ValueError as error:
         shown = one_line(line.decode().strip(), _SHOWN)
-        raise CorpusError(
+        raise TextError(
             f"{where} is not JSON ('{shown}'); repair it, or pass other text"
         ) from error
 
@@ -386,9 +386,9 @@ def _parse(text: bytes, where: str) -> Any:
         raise _broken_json(where, error) from error
 
 
-def _broken_json(where: str, error: Exception) -> CorpusError:
+def _broken_json(where: str, error: Exception) -> TextError:
     """The error for JSON that cannot be parsed; its position is counted from `where`."""
-    return CorpusError(f"{where} cannot be read: {explain(error)}; repair it, or pass other text")
+    return TextError(f"{where} cannot be read: {explain(error)}; repair it, or pass other text")
 
 
 def _row_of_item(item: Any) -> Any:
@@ -423,7 +423,7 @@ def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             for frame in frames:
                 # pandas then takes the first column for labels of the rows, and shifts the others
                 if not isinstance(frame.index, pandas.RangeIndex):
-                    raise CorpusError(
+                    raise TextError(
                         f"{path} has rows with more fields than its header has columns; repair it: "
                         "a text with commas needs quotes, and no row may end with a comma"
                     )

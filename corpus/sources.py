@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import file_digests
-from gqa.core.errors import CacheError, CorpusError, RefusedError
+from gqa.core.errors import CacheError, RefusedError, TextError
 from gqa.corpus.chats import Chat, chat_text
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.hub_datasets import hub_error
@@ -68,12 +68,12 @@ class Source:
 
     @property
     def has_chats(self) -> bool:
-        """Whether documents are chats. Raises CorpusError."""
+        """Whether documents are chats. Raises TextError."""
         return self.chat_column() is not None
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that have the documents. Raises CorpusError."""
+        """The columns that have the documents. Raises TextError."""
         column = self.chat_column()
         return self.named_columns if column is None else (column,)
 
@@ -83,7 +83,7 @@ class Source:
     def identify(self) -> str:
         """What determines the documents: hashes of the content, and how it is read.
 
-        Raises CorpusError.
+        Raises TextError.
         """
         from gqa.core.compat import fingerprint
 
@@ -105,19 +105,19 @@ class Source:
     def texts(self) -> Iterator[str]:
         """Documents in the order of the source, none of them blank; of chats their `chat_text`.
 
-        Raises CorpusError as `rows` does.
+        Raises TextError as `rows` does.
         """
         return (row[0] for row in self.rows())
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The texts of `columns`, in the order of the source, none of them blank; chats as `Chat`.
 
-        Raises CorpusError for what cannot be read and for a source without any text.
+        Raises TextError for what cannot be read and for a source without any text.
         """
         rows = self.rows_if_any()
         first = next(rows, None)
         if first is None:
-            raise CorpusError(
+            raise TextError(
                 f"{self.spec} has no text left: it is empty or blank, or all of it is validation "
                 "text; pass other text"
             )
@@ -134,7 +134,7 @@ class Source:
     def dataset(self) -> Any:
         """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each.
 
-        Raises CorpusError.
+        Raises TextError.
         """
         data = self._load()
         if hasattr(data, "to_iterable_dataset"):
@@ -155,7 +155,7 @@ class Source:
         )
 
     def read(self, data: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a data set of this source. Raises CorpusError."""
+        """The rows of a data set of this source. Raises TextError."""
         try:
             yield from data
         except (RefusedError, CacheError):
@@ -165,7 +165,7 @@ class Source:
 
     def _documents_of_batch(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The documents of a batch of rows, by column: rows with text in all columns, cut at the
-        separator, without what is not accepted or excluded. Raises CorpusError.
+        separator, without what is not accepted or excluded. Raises TextError.
         """
         columns = self.columns
         has_chats = self.has_chats

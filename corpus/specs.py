@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gqa.core.errors import CorpusError, alternatives, listing
+from gqa.core.errors import TextError, alternatives, listing
 from gqa.core.option_types import read_amount
 from gqa.corpus.chat_column import chat_column_of_data, chat_column_of_files
 from gqa.corpus.files import find_files
@@ -66,10 +66,10 @@ def heldout_of_built_in(specs: Sequence[str]) -> str | None:
     return BUILT_IN[specs[0]].heldout
 
 
-def _no_data() -> CorpusError:
+def _no_data() -> TextError:
     """The error if no source was named."""
     kinds = ["a file", "a directory", "a pattern", "a hub dataset", *BUILT_IN]
-    return CorpusError(f"no data was passed; pass {alternatives(kinds)}")
+    return TextError(f"no data was passed; pass {alternatives(kinds)}")
 
 
 def is_self(spec: str) -> bool:
@@ -85,9 +85,9 @@ def _name_of(spec: str) -> str:
 def parse_self(spec: str) -> tuple[int | None, bool]:
     """Tokens of a spec like `self:plain:1M`, if given, and whether it is plain: without repeats.
 
-    Raises CorpusError.
+    Raises TextError.
     """
-    refusal = CorpusError(
+    refusal = TextError(
         f"{spec} is not a source of text; pass self, self:1M for a number of tokens, or "
         "self:plain (self:plain:1M) for text without repeats"
     )
@@ -126,12 +126,12 @@ def parse_source(
         separator: Cuts text files into documents; without it each file is one.
 
     Raises:
-        CorpusError: The spec names nothing, or plain text that has no target.
+        TextError: The spec names nothing, or plain text that has no target.
     """
     if not spec.strip():
         raise _no_data()
     if target_column == text_column:
-        raise CorpusError(
+        raise TextError(
             f"--text-column and --target-column of {spec} are the same column; pass two different "
             "columns"
         )
@@ -147,7 +147,7 @@ def parse_source(
     if match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
         return _hub_source(spec, name, config, named_split or split, columns, streaming)
-    raise CorpusError(
+    raise TextError(
         f"there is no file or directory {spec!r}, and it is not a dataset name "
         "(org/name[:config[:split]]); check the spelling"
     )
@@ -164,10 +164,10 @@ def planned_source(spec: str) -> str:
 
 
 def _built_in_source(spec: str, columns: tuple[str, ...]) -> Source:
-    """Built-in text. Raises CorpusError if the text of this name has no such part."""
+    """Built-in text. Raises TextError if the text of this name has no such part."""
     if spec not in BUILT_IN:
         parts = [known for known in BUILT_IN if _name_of(known) == _name_of(spec)]
-        raise CorpusError(f"there is no {spec}; pass {alternatives(parts)}")
+        raise TextError(f"there is no {spec}; pass {alternatives(parts)}")
     _refuse_target(spec, columns)
     return Source(spec, partial(_load_texts, BUILT_IN[spec].texts))
 
@@ -228,16 +228,16 @@ def _hub_source(
 
 
 def _refuse_target(spec: str, columns: tuple[str, ...]) -> None:
-    """Raise CorpusError if plain text is asked for a column of targets."""
+    """Raise TextError if plain text is asked for a column of targets."""
     if len(columns) > 1:
-        raise CorpusError(
+        raise TextError(
             f"{spec} is plain text and has no column {columns[1]!r}; pass a table, or remove "
             "--target-column"
         )
 
 
 def check_text_options(specs: Iterable[str], text_column: str, separator: str | None) -> None:
-    """Raise CorpusError if `text_column` or `separator` is given and no source uses it."""
+    """Raise TextError if `text_column` or `separator` is given and no source uses it."""
     if text_column == "text" and separator is None:
         return
     sources = [
@@ -248,12 +248,12 @@ def check_text_options(specs: Iterable[str], text_column: str, separator: str | 
     names = listing(source.spec for source in sources) or "generated text"
 
     if text_column != "text" and all(source.named_columns == ("text",) for source in sources):
-        raise CorpusError(
+        raise TextError(
             f"--text-column {text_column} is a column of tables and datasets, but {names} has no "
             "columns; remove --text-column"
         )
     if separator is not None and not any(source.separator is not None for source in sources):
-        raise CorpusError(
+        raise TextError(
             f"--separator splits text files into documents, but {names} is not a text file; "
             "remove --separator"
         )
@@ -262,7 +262,7 @@ def check_text_options(specs: Iterable[str], text_column: str, separator: str | 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     """The sources of specs; `options` are those of `parse_source`.
 
-    Raises CorpusError, also for a file or data set that is named twice.
+    Raises TextError, also for a file or data set that is named twice.
     """
     if not specs:
         raise _no_data()
@@ -276,5 +276,5 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
             names.append(source.spec)
     (name, count), *_ = Counter(names).most_common()
     if count > 1:
-        raise CorpusError(f"the data names {name} {count} times; pass every file and dataset once")
+        raise TextError(f"the data names {name} {count} times; pass every file and dataset once")
     return sources

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from gqa.core.errors import CorpusError, RefusedError, plural
+from gqa.core.errors import RefusedError, TextError, plural
 from gqa.corpus.blocks import pack
 from gqa.corpus.encoders import Encoder
 from gqa.corpus.reading_order import HeldoutDocuments
@@ -210,7 +210,7 @@ class _Lane:
     def read_to(self, number: int) -> Block:
         """The block of this number. Those before it are read too, from the start if it lies behind.
 
-        Raises RefusedError and CorpusError.
+        Raises RefusedError and TextError.
         """
         if number < self.state.next_block:
             self.go_to(LaneState())
@@ -256,7 +256,7 @@ class _LaneDocuments:
         """The lane's documents, epoch after epoch.
 
         `pack` takes one only when the one before is used up, so `dataset_state` is always that of
-        the document whose `rest` is left. Raises RefusedError and CorpusError.
+        the document whose `rest` is left. Raises RefusedError and TextError.
         """
         is_continued = self.dataset_state is not None
         first_epoch = self.dataset_state["epoch"] if self.dataset_state else 0
@@ -273,7 +273,7 @@ class _LaneDocuments:
             # Only what is left of the epoch in which a run was stopped may be empty
             is_rest = is_continued and epoch == first_epoch
             if not documents and not is_rest:
-                raise CorpusError(
+                raise TextError(
                     f"{self._name} has no text to train on: it is empty, blank, or all held out; "
                     "pass other text"
                 )

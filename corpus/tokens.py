@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.hub import local_cause, quiet
-from gqa.core.errors import CorpusError, RefusedError, explain, listing
+from gqa.core.errors import RefusedError, TextError, explain, listing
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.encoders import Encoder, Encoders
 from gqa.corpus.rows import row_digest
@@ -121,7 +121,7 @@ EncodeRows = Callable[[list[tuple[str, ...]]], list[dict[str, Any]]]
 def tokenize(sources: Sequence[Source], encoders: Encoders) -> Documents:
     """Tokenize and cache the documents of sources.
 
-    Raises RefusedError and CorpusError, also if there are loss masks and no token counts.
+    Raises RefusedError and TextError, also if there are loss masks and no token counts.
     """
     parts = []
     for source in sources:
@@ -147,7 +147,7 @@ def tokenize_source(
 ) -> Documents:
     """Tokenize the rows of a source, or take the tokens from the cache of `datasets`.
 
-    One process tokenizes; others that need the same tokens wait. Raises CorpusError.
+    One process tokenizes; others that need the same tokens wait. Raises TextError.
 
     Args:
         columns: Those that `encode` returns: of tokens, and LOSS_MASK.
@@ -194,7 +194,7 @@ def _from_cache(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key
         features: The types of their columns.
         key: A hash of all that the rows depend on.
 
-    Raises CorpusError and CacheError.
+    Raises TextError and CacheError.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -214,7 +214,7 @@ def _from_cache(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key
             if local_cause(error):
                 raise
             place = directory / "generator" / f"default-fingerprint={key}"
-            raise CorpusError(
+            raise TextError(
                 f"stored tokens cannot be read: {explain(error)}; delete {place}"
             ) from error
 

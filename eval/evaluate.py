@@ -60,7 +60,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | Non
     Raises:
         RefusedError: A model cannot be measured so.
         NoMemoryError: A device or the host has too little memory.
-        CorpusError: The text cannot be used.
+        TextError: The text cannot be used.
     """
     transformers.utils.logging.set_verbosity_error()
     state = ranks()

@@ -31,6 +31,8 @@ class _CacheFormatType(click.ParamType[CacheFormatName]):
         """The key. Raises BadParameter for what is none."""
         if isinstance(value, str) and value in _NAMED_FORMATS:
             return value
+        if value == "auto":  # what vLLM calls its default
+            self.fail("'auto' is the cache as it is; leave out --simulate-cache", param, ctx)
         try:
             bits: int = _BITS.convert(value, param, ctx)
         except click.BadParameter as error:

@@ -42,11 +42,8 @@ def verdicts(results: Record) -> list[Verdict]:
     lines = []
     for model in converted:
         text = _saved_and_lost(first, model)
-        if not text:
-            continue
-        if len(converted) > 1:
-            text = f"{model['name']}: {text}"
-        lines.append(Verdict(text, _level(first, model)))
+        if text:
+            lines.append(Verdict(f"{model['name']}: {text}", _level(first, model)))
     return lines
 
 

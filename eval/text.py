@@ -50,7 +50,7 @@ class CutDocument(NamedTuple):
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
     """The text of `options`, tokenized for the first checkpoint.
 
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and TextError.
     """
     check_target_column(subjects[0], options.target_column)
     specs = options.data or ()
@@ -199,7 +199,7 @@ def cut_text(
         limit_option: The option that `max_tokens` is from, for errors.
 
     Raises:
-        CorpusError: The text cannot be used.
+        TextError: The text cannot be used.
         RefusedError: There is too little text, or it has a token id outside a model's vocabulary.
     """
     first = subjects[0]
@@ -265,7 +265,7 @@ def document_windows(
     lm-evaluation-harness does: every token of every document is scored once.
 
     BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored,
-    too. A chat whose template writes it has no second one. Raises RefusedError and CorpusError.
+    too. A chat whose template writes it has no second one. Raises RefusedError and TextError.
     """
     prefix = prefix_token(encoders.tokenizer)
     left = max_tokens or sys.maxsize

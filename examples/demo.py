@@ -31,7 +31,7 @@ def study(output: Path) -> gqa.Study:
         f"{', '.join(METHODS)}; 8 heads to 2, each untrained and after {max(ALPHAS):.1%} of the "
         "data\n"
     )
-    return gqa.ablate(
+    return gqa.ablate_model(
         SOURCE,
         data="stdlib:train",
         output=output,

@@ -8,7 +8,7 @@ Examples: docs/api.md.
     model = small.load()
 
 Torch and transformers are imported when a function is first called. Public are the names in
-`__all__`, and `gqa.convert.api.plan_conversion`.
+`__all__`.
 
 All functions raise RefusedError, before anything is written, if a model, text or option cannot be
 used; TypeError for unknown options; OutputError if the result cannot be written or verified,
@@ -19,25 +19,35 @@ finite, and StoppedError after a signal: the same call continues the training or
 from gqa.checkpoint.provenance import version
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import (
-    CorpusError,
     CorruptError,
     DivergedError,
     OutputError,
     RefusedError,
     StoppedError,
+    TextError,
 )
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
 from gqa.uptrain.options import UptrainOptions
 
-from .functions import Evaluation, Result, Study, ablate, convert_model, evaluate, uptrain_model
+from .functions import (
+    Evaluation,
+    Result,
+    Study,
+    ablate_model,
+    convert_model,
+    evaluate_models,
+    plan_conversion,
+    uptrain_model,
+)
 
 __version__ = version()
 __all__ = [  # noqa: RUF022 - functions, what they return, what they take, what they raise
     "convert_model",
+    "plan_conversion",
     "uptrain_model",
-    "evaluate",
-    "ablate",
+    "evaluate_models",
+    "ablate_model",
     "Result",
     "Evaluation",
     "Study",
@@ -47,7 +57,7 @@ __all__ = [  # noqa: RUF022 - functions, what they return, what they take, what 
     "AblateOptions",
     "RefusedError",
     "CorruptError",
-    "CorpusError",
+    "TextError",
     "OutputError",
     "DivergedError",
     "StoppedError",

@@ -28,8 +28,8 @@ T = TypeVar("T")
 _FUNCTIONS = {
     "ConvertOptions": "convert_model",
     "UptrainOptions": "uptrain_model",
-    "EvaluateOptions": "evaluate",
-    "AblateOptions": "ablate",
+    "EvaluateOptions": "evaluate_models",
+    "AblateOptions": "ablate_model",
 }
 
 

@@ -18,6 +18,8 @@ from .calls import Model, options_of_call
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from gqa.convert.plan import Plan
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -54,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Results of `evaluate`. `str` returns the verdicts and tables that gqa-eval prints.
+    """Results of `evaluate_models`. `str` returns the verdicts and tables that gqa-eval prints.
 
     Attributes:
         path: The directory of the report, if any.
@@ -72,7 +74,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Results of `ablate`. `str` returns the table that gqa-ablate prints.
+    """Results of `ablate_model`. `str` returns the table that gqa-ablate prints.
 
     Attributes:
         path: The directory of the report.
@@ -115,6 +117,21 @@ def convert_model(
     return Result(path=done.out, record=done.record, _directories=directories)
 
 
+def plan_conversion(
+    model: str | os.PathLike[str], kv_heads: int | tuple[int, ...], **options: Any
+) -> Plan:
+    """What `convert_model` would do, like `gqa-convert --dry-run`; no weights are read.
+
+    Args:
+        model: A directory, or a model id, of which only config and headers are fetched.
+        kv_heads: KV heads of each layer, or one number for each layer.
+        options: The fields of `ConvertOptions`.
+    """
+    from gqa.convert import api
+
+    return api.plan_conversion(model, kv_heads, **options)
+
+
 def uptrain_model(
     model: Model | UptrainOptions, *, teacher: Model = "auto", tokenizer: Any = None, **options: Any
 ) -> Result:
@@ -142,7 +159,9 @@ def uptrain_model(
     return Result(path=run.options.output, record=record, _directories=directories)
 
 
-def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:
+def evaluate_models(
+    *models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any
+) -> Evaluation:
     """Compare models on the same text: quality, memory and speed side by side.
 
     Args:
@@ -168,7 +187,7 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     return Evaluation(record=record, path=settings.output)
 
 
-def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: Any) -> Study:
+def ablate_model(model: Model | AblateOptions, *, tokenizer: Any = None, **options: Any) -> Study:
     """Measure every combination of methods, numbers of heads and further training, and write a
     report to `output`. The same call continues a study that was stopped.
 

@@ -73,7 +73,7 @@ class Ablation:
     """
 
     def __init__(self, options: AblateOptions) -> None:
-        """Raises RefusedError and CorpusError."""
+        """Raises RefusedError and TextError."""
         options.refuse_conflicts()
         if not options.model:
             raise RefusedError("no model was passed; pass a directory or a model id")
@@ -153,7 +153,7 @@ class Ablation:
         """Documents or pairs, of which --eval-tokens takes a random sample: they are in the order
         of a hash of their text.
 
-        Raises RefusedError if there are none, and CorpusError.
+        Raises RefusedError if there are none, and TextError.
         """
         options = self.options
         training = options.training(None, Path(self.base.path), options.output)

@@ -163,7 +163,8 @@ def test_the_command_that_measures_perplexity_and_recall_does(
     measured = run(*words[1:], "--context", 128, program="gqa-eval")
     assert measured.code == 0, measured.err
     assert re.match(
-        r"damaged    2 of 8 KV heads, KV cache 4x smaller, perplexity x\S+ .*, recall \d+% -> ",
+        r"damaged    a model-gqa2-first: 2 of 8 KV heads, KV cache 4x smaller, "
+        r"perplexity x\S+ .*, recall \d+% -> ",
         measured.out,
     )
 

@@ -19,7 +19,7 @@ from support.embedded import SOURCE
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.core.console import SILENT
-from gqa.core.errors import CorpusError
+from gqa.core.errors import TextError
 from gqa.corpus.blocks import Blocks, pack
 from gqa.corpus.encoders import Encoders, TextEncoder
 from gqa.corpus.pairs import PairEncoder
@@ -218,7 +218,7 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
         "m", Path("o"), data=(data,), validation=data, steps=3, repeats=False, **how
     )
     with pytest.raises(
-        CorpusError,
+        TextError,
         match=r"none is left to train on; pass other|has no text to train on: it is empty",
     ):
         open_data(options, tokenizer, 64).block(0)

@@ -43,7 +43,7 @@ from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED_TOKENS
 from gqa.convert.merge.workload import calibration_workload
 from gqa.core.console import SILENT, Watcher
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import RefusedError, TextError
 from gqa.corpus.blocks import Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
@@ -267,7 +267,7 @@ def test_a_file_of_separators_is_refused_before_a_conversion_starts(tmp_path: Pa
     file = tmp_path / "empty.txt"
     file.write_text("%%%\n%%%\n")
     text = CalibrationText((str(file),), separator="%%%")
-    with pytest.raises(CorpusError, match="has no text left"):
+    with pytest.raises(TextError, match="has no text left"):
         text.check_sources(read_checkpoint(SOURCE))
 
 

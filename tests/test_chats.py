@@ -26,7 +26,7 @@ from support.embedded import tokenizer
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache, use_data_hub, wait_one_second_for_templates
 
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import RefusedError, TextError
 from gqa.corpus.chats import Chat, chat_text, spoken_text
 from gqa.corpus.encoders import ChatEncoder, Encoded
 from gqa.corpus.specs import parse_source
@@ -119,7 +119,7 @@ def test_a_template_that_refuses_a_chat_is_named_with_the_chat() -> None:
     both = [chat(0), chat(1)[1:]]
 
     with pytest.raises(
-        CorpusError,
+        TextError,
         match=r"template of m refuses the chat that begins with 'answer 0: it is 1.*roles",
     ):
         encoded(LLAMA2, *both)
@@ -135,7 +135,7 @@ def test_a_chat_that_begins_with_the_assistant_is_named_if_nothing_is_written_be
         r"begins with the assistant \('answer 0: it is 0.*'\), and the chat template of m writes "
         r"no prompt before it \(.*no element 0\); add .* marks"
     )
-    with pytest.raises(CorpusError, match=says):
+    with pytest.raises(TextError, match=says):
         encoded(template, answers_first, assistant_only_loss=True)
 
 
@@ -148,7 +148,7 @@ def test_a_chat_that_begins_with_the_assistant_is_named_if_it_begins_in_another_
     assert template != CHATML
 
     with pytest.raises(
-        CorpusError, match=r"begins with the assistant \('answer 0.*a chat begins in another way"
+        TextError, match=r"begins with the assistant \('answer 0.*a chat begins in another way"
     ):
         encoded(template, chat(0)[1:], assistant_only_loss=True)
 
@@ -238,14 +238,14 @@ def test_a_column_of_that_name_may_have_text(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", "plain")
 
     assert [*parse_source(str(path), text_column="messages").rows()] == [("plain",)]
-    with pytest.raises(CorpusError, match="has no column 'text'"):
+    with pytest.raises(TextError, match="has no column 'text'"):
         next(parse_source(str(path)).rows())
 
 
 def test_other_columns_of_lists_are_no_chats(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", chat(0), column="dialog")
 
-    with pytest.raises(CorpusError, match="column 'dialog' has type list; pass a column of text"):
+    with pytest.raises(TextError, match="column 'dialog' has type list; pass a column of text"):
         next(parse_source(str(path), text_column="dialog").rows())
 
 
@@ -263,7 +263,7 @@ def test_other_columns_of_lists_are_no_chats(tmp_path: Path) -> None:
 def test_what_is_no_chat_is_refused(tmp_path: Path, value: Any, says: str) -> None:
     path = write_chats(tmp_path / "a.jsonl", value)
 
-    with pytest.raises(CorpusError) as error:
+    with pytest.raises(TextError) as error:
         next(parse_source(str(path)).rows())
 
     assert says in str(error.value)

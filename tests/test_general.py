@@ -13,7 +13,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
-from gqa.core.errors import CorpusError
+from gqa.core.errors import TextError
 from gqa.corpus.general import general_texts
 from gqa.corpus.specs import parse_source
 from gqa.corpus.stdlib import stdlib_texts
@@ -54,7 +54,7 @@ def test_it_is_a_source_like_any_other() -> None:
     source = parse_source("general")
     assert list(source.texts()) == list(general_texts())
     assert source.identify() == parse_source("general").identify()
-    with pytest.raises(CorpusError, match="general is plain text and has no column 'meant'"):
+    with pytest.raises(TextError, match="general is plain text and has no column 'meant'"):
         parse_source("general", target_column="meant")
 
 

@@ -192,7 +192,7 @@ def test_models_in_memory_are_trained_and_compared(
         "recall": False,
         "quiet": True,
     }
-    evaluation = gqa.evaluate(
+    evaluation = gqa.evaluate_models(
         loaded, result, tokenizer=tokenizer, output=tmp_path / "report", **text
     )
     assert [model["name"] for model in evaluation.record["models"]] == ["teacher", result.path.name]
@@ -203,7 +203,9 @@ def test_models_in_memory_are_trained_and_compared(
     words = ("--data", data, "--context", 32, "--tokens", 200)
     shown = run(tmp_path / "teacher", result.path, *words, program="gqa-eval")
     assert str(evaluation) == shown.out.rstrip("\n")
-    same = gqa.evaluate(gqa.EvaluateOptions((str(tmp_path / "teacher"), str(result.path)), **text))
+    same = gqa.evaluate_models(
+        gqa.EvaluateOptions((str(tmp_path / "teacher"), str(result.path)), **text)
+    )
     assert same.record["models"][1]["quality"] == evaluation.record["models"][1]["quality"]
 
 
@@ -259,7 +261,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         "dry_run is only for the command line",
     ),
     "no base model": (
-        lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")),
+        lambda at, m: gqa.ablate_model(gqa.AblateOptions(output="s")),
         "no model was passed",
     ),
     "method": (
@@ -267,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         "data is not used by method",
     ),
     "study": (
-        lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),
+        lambda at, m: gqa.ablate_model(at, data="x", output="s", methods=["mean"], refine_steps=3),
         "by methods mean;",
     ),
 }
@@ -287,7 +289,7 @@ def test_errors_name_the_parameter_in_one_line(name: str, place: Path, loaded: A
 def test_options_are_an_object_or_keywords() -> None:
     options: Any = gqa.EvaluateOptions(("model",), data="text")
     with pytest.raises(TypeError, match="EvaluateOptions holds all options"):
-        gqa.evaluate(options, context=64)
+        gqa.evaluate_models(options, context=64)
     with pytest.raises(
         TypeError,
         match=("UptrainOptions holds all options; change it instead of passing teacher too"),
@@ -296,11 +298,11 @@ def test_options_are_an_object_or_keywords() -> None:
     with pytest.raises(
         gqa.RefusedError, match=("the model is a EvaluateOptions; pass a directory")
     ):
-        gqa.evaluate(options, "another")
+        gqa.evaluate_models(options, "another")
     with pytest.raises(
-        TypeError, match=r"^evaluate\(\) has no option contxt; did you mean context\?$"
+        TypeError, match=r"^evaluate_models\(\) has no option contxt; did you mean context\?$"
     ):
-        gqa.evaluate("model", data="text", contxt=3)
+        gqa.evaluate_models("model", data="text", contxt=3)
     with pytest.raises(
         TypeError, match=r"^convert_model\(\) has no option zzz; it has .*, kv_heads, "
     ):
@@ -356,15 +358,15 @@ def test_several_texts_are_evaluated_like_one_of_their_documents(
     )
     model, files = small, [str(tmp_path / f"{number}.jsonl") for number in range(2)]
     records = [
-        gqa.evaluate(model, data=data, context=32).record
+        gqa.evaluate_models(model, data=data, context=32).record
         for data in (files, str(tmp_path / "both.jsonl"))
     ]
     assert records[0]["models"][0]["quality"] == records[1]["models"][0]["quality"]
     assert records[0]["text"]["data"] == ", ".join(files)
-    one = gqa.evaluate(model, data=files[:1], context=64).record
+    one = gqa.evaluate_models(model, data=files[:1], context=64).record
     assert one["models"][0]["quality"] != records[0]["models"][0]["quality"]
-    with pytest.raises(gqa.CorpusError, match=r"names \S+ 2 times"):
-        gqa.evaluate(model, data=files * 2)
+    with pytest.raises(gqa.TextError, match=r"names \S+ 2 times"):
+        gqa.evaluate_models(model, data=files * 2)
 
 
 def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:

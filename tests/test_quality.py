@@ -109,13 +109,16 @@ def test_a_conversion_keeps_recall(method: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_short_default_training_gains(tmp_path: Path) -> None:
-    """A thirtieth of a default run: 8 steps (0.93 of the divergence was measured)."""
+    """An eighth of a default run: 256 steps of 256 tokens (0.89 of the divergence was measured).
+
+    A quarter of these tokens gains 7% on one machine, and nothing on another.
+    """
     converted = conversion("calibrated")
     out = tmp_path / "uptrained"
     gqa.uptrain_model(
         converted,
         data=str(code()),
-        tokens=16_384,
+        tokens=65_536,
         context=256,
         validation_tokens=2048,
         output=out,

@@ -26,7 +26,7 @@ from gqa.convert.generate.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.merge.calibration_reader import CalibrationReader
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
-from gqa.core.errors import CorpusError, OutputError, RefusedError
+from gqa.core.errors import OutputError, RefusedError, TextError
 from gqa.corpus.specs import is_self, parse_self
 from gqa.eval import recall
 from gqa.eval.subjects import Subject
@@ -377,7 +377,7 @@ def test_specs() -> None:
     ] == expected
     assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
-        with pytest.raises(CorpusError, match="self:1M for a number of tokens"):
+        with pytest.raises(TextError, match="self:1M for a number of tokens"):
             parse_self(spec)
 
 

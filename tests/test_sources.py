@@ -20,7 +20,7 @@ from support.patches import use_data_cache, use_data_hub
 from support.repository import ROOT
 
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.core.errors import CorpusError
+from gqa.core.errors import TextError
 from gqa.corpus.chat_column import chat_column_of_data
 from gqa.corpus.readers import FORMATS, allowed_files
 from gqa.corpus.sources import Source
@@ -54,7 +54,7 @@ def texts_of(spec: object, **options: str) -> list[str]:
 
 
 def refusal(spec: object, **options: str) -> str:
-    with pytest.raises(CorpusError) as refused:
+    with pytest.raises(TextError) as refused:
         texts_of(spec, **options)
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -271,9 +271,7 @@ def test_data_that_is_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), TEXTS)
     for specs in (("a.jsonl", "./a.jsonl"), (".", "a.jsonl"), ("stdlib:train", "stdlib:train")):
-        with pytest.raises(
-            CorpusError, match=r"names \S+ 2 times; pass every file and dataset once"
-        ):
+        with pytest.raises(TextError, match=r"names \S+ 2 times; pass every file and dataset once"):
             parse_sources(specs)
     assert len(parse_sources(("a.jsonl", "stdlib:train"))) == 2
 
@@ -365,7 +363,7 @@ def test_a_stream_without_named_columns_lacks_one() -> None:
     def load(columns: object, chats: bool) -> IterableDataset:
         return IterableDataset.from_generator(lambda: iter([{"body": "hello"}]))
 
-    with pytest.raises(CorpusError, match="lab/data has no column 'text'; it has 'body'"):
+    with pytest.raises(TextError, match="lab/data has no column 'text'; it has 'body'"):
         list(Source("lab/data", load).texts())
     assert list(Source("lab/data", load, ("body",)).texts()) == ["hello"]
 
@@ -390,11 +388,11 @@ def test_options_of_sources_are_not_ignored(
     for name in ("a.txt", "a.jsonl"):
         Path(name).write_text("{}")
     with pytest.raises(
-        CorpusError, match=r"--text-column body is a column .*, but stdlib:train has no columns"
+        TextError, match=r"--text-column body is a column .*, but stdlib:train has no columns"
     ):
         check_text_options(["self", "stdlib:train"], "body", None)
     with pytest.raises(
-        CorpusError, match=r"--separator .*, but a.jsonl, stdlib:heldout is not a text file"
+        TextError, match=r"--separator .*, but a.jsonl, stdlib:heldout is not a text file"
     ):
         check_text_options(["a.jsonl", "stdlib:heldout"], "text", "x")
     check_text_options(["a.txt", "a.jsonl"], "body", "x")
@@ -460,7 +458,7 @@ def test_heldout_part(tmp_path: Path) -> None:
     assert list(again.heldout_part(0.1).texts()) == heldout[::-1]
     assert set(heldout) < set(source.heldout_part(0.2).texts())
     with pytest.raises(
-        CorpusError, match=r"a.jsonl has no text left: it is empty or blank, or all of it is"
+        TextError, match=r"a.jsonl has no text left: it is empty or blank, or all of it is"
     ):
         next(source.heldout_part(0.0).texts())
 

@@ -14,7 +14,7 @@ import pytest
 from support.checkpoints import run
 from support.documents import lines, open_data, write_table
 
-from gqa.core.errors import CorpusError
+from gqa.core.errors import TextError
 from gqa.corpus.files import find_files
 from gqa.corpus.readers import FORMATS
 from gqa.corpus.specs import parse_source
@@ -86,7 +86,7 @@ def test_a_part_without_rows_holds_no_text(name: str, tmp_path: Path) -> None:
         pa.table({"text": pa.array(part, pa.string())}) for part in ([], TEXTS[:20], [], TEXTS[20:])
     ]
     assert texts_of(directory_of(tmp_path / "data", name, *tables)) == TEXTS
-    with pytest.raises(CorpusError, match="has no text left: it is empty or blank"):
+    with pytest.raises(TextError, match="has no text left: it is empty or blank"):
         texts_of(directory_of(tmp_path / "empty", name, tables[0]))
 
 
@@ -113,9 +113,7 @@ def test_a_file_without_the_column_is_named_with_the_columns_that_it_has(tmp_pat
     directory_of(
         directory, "a.csv", pa.table({"text": TEXTS}), pa.table({"title": TEXTS, "id": TEXTS})
     )
-    with pytest.raises(
-        CorpusError, match=r"data/1-a.csv has no column 'text'; it has 'id', 'title'"
-    ):
+    with pytest.raises(TextError, match=r"data/1-a.csv has no column 'text'; it has 'id', 'title'"):
         texts_of(directory)
 
 

@@ -21,7 +21,7 @@ from support.patches import use_data_cache
 from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
 from gqa.checkpoint.read import Checkpoint
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import RefusedError, TextError
 from gqa.corpus.blocks import Blocks, pack, with_repeats
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
 from gqa.corpus.reading_order import HeldoutDocuments
@@ -81,7 +81,7 @@ def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
         assert TextEncoder(encoder).starts_documents is adds
         assert TextEncoder(encoder).encode(["x"]) == [Encoded("x", expected or [*x, EOS])]
     with pytest.raises(
-        CorpusError, match="has no EOS token, which is put between documents; set its eos_token"
+        TextError, match="has no EOS token, which is put between documents; set its eos_token"
     ):
         TextEncoder(variant())
 
@@ -173,7 +173,7 @@ def test_the_network_is_not_asked(
     write(tmp_path / "a.jsonl", ["a"])
     assert len(tokenize([read(tmp_path)], Encoders(tokenizer))) == 1
     assert asked == []
-    with pytest.raises(CorpusError):
+    with pytest.raises(TextError):
         next(parse_source("lab/none").texts())
     assert asked != []  # which is how it would be seen
 
@@ -189,7 +189,7 @@ def test_what_fails_is_not_kept(
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
         with pytest.raises(
-            CorpusError, match=r"a\.jsonl: column 'text' has type int; pass a column of text"
+            TextError, match=r"a\.jsonl: column 'text' has type int; pass a column of text"
         ):
             tokenize([read(path)], Encoders(tokenizer))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
@@ -199,7 +199,7 @@ def test_what_fails_is_not_kept(
         stored.unlink()  # it is mapped
         stored.write_bytes(rest)
         with pytest.raises(
-            CorpusError, match=r"stored tokens cannot be read: .*; delete "
+            TextError, match=r"stored tokens cannot be read: .*; delete "
         ) as damaged:
             tokenize([read(path)], Encoders(tokenizer))
     shutil.rmtree(str(damaged.value).partition("; delete ")[2])
@@ -403,7 +403,7 @@ def test_a_stream_without_text_is_refused_after_a_stop_too(stream: Open) -> None
     continued = stream()
     continued.blocks.seek(json.loads(json.dumps(before.blocks.bookmark().saved_lanes)))
 
-    with pytest.raises(CorpusError, match=r"no text to train on: it is empty, blank, or all held"):
+    with pytest.raises(TextError, match=r"no text to train on: it is empty, blank, or all held"):
         steps(continued, 2, STEPS)
 
 
@@ -418,7 +418,7 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
     for number in (1, 5, 9, 13):
         lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
     with pytest.raises(
-        CorpusError,
+        TextError,
         match=r"number 2 and each 4 later\) has no text to train on: it is empty, blank",
     ):
         steps(stream(), 0, 1)

@@ -108,7 +108,7 @@ def test_the_terminal_and_the_page_say_the_level(tmp_path: Path) -> None:
     command = "SRC G2 --data TEXT --tokens 500 --context 128 --no-recall"
     done = run(*words(command), "-o", out, program="gqa-eval")
     assert done.code == 0, done.err
-    assert done.out.startswith("damaged    2 of 8 KV heads, ")
+    assert done.out.startswith("damaged    gqa2: 2 of 8 KV heads, ")
     assert '<p class="verdict damaged">' in (out / "report.html").read_text()
 
 

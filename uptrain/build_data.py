@@ -33,7 +33,7 @@ def build_data(
     watcher: Watcher,
 ) -> Dataloader:
     """The data to train on, which the teacher may write, and the validation blocks, for a
-    model of a transformers `config`. Raises RefusedError and CorpusError.
+    model of a transformers `config`. Raises RefusedError and TextError.
     """
     # The teacher may have more rows of logits than the model has embeddings.
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)

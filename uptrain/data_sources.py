@@ -11,7 +11,7 @@ from gqa.uptrain.options import UptrainOptions
 
 
 def data_sources(options: UptrainOptions) -> tuple[Source, ...]:
-    """The sources of --data. Raises CorpusError."""
+    """The sources of --data. Raises TextError."""
     return parse_sources(
         options.data,
         text_column=options.text_column,
@@ -24,7 +24,7 @@ def data_sources(options: UptrainOptions) -> tuple[Source, ...]:
 def named_sources(options: UptrainOptions) -> list[Source]:
     """The sources that --data and --validation name, of which nothing is read or fetched yet.
 
-    Raises CorpusError if one of them does not exist.
+    Raises TextError if one of them does not exist.
     """
     sources = list[Source]()
     if not options.is_generated:
@@ -37,7 +37,7 @@ def named_sources(options: UptrainOptions) -> list[Source]:
 def validation_sources(options: UptrainOptions) -> list[Source]:
     """The sources of validation text: of --validation, --validation-fraction, or the built-in text.
 
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and TextError.
     """
     if options.validation:
         return [*data_sources(replace(options, data=(options.validation,), streaming=False))]

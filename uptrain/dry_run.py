@@ -72,7 +72,7 @@ class DryRun:
 def dry_run(options: UptrainOptions, watcher: Watcher = SILENT) -> DryRun:
     """The plan of a run that is not started: no weights are read, and only the beginning of text.
 
-    Raises RefusedError and CorpusError as a run would, except for what needs the tokenizer, the
+    Raises RefusedError and TextError as a run would, except for what needs the tokenizer, the
     weights or more than the beginning of the text.
     """
     resolved = resolve_run(options, ranks().num_processes, watcher)
@@ -88,7 +88,7 @@ def dry_run(options: UptrainOptions, watcher: Watcher = SILENT) -> DryRun:
 
 
 def _check_text(options: UptrainOptions) -> None:
-    """Raise CorpusError for files that have no text; nothing is fetched."""
+    """Raise TextError for files that have no text; nothing is fetched."""
     for source in named_sources(options):
         if source.files:
             next(source.rows())

@@ -53,7 +53,7 @@ def train(run: ReadyRun, watcher: Watcher = SILENT) -> tuple[TrainingProgress, W
     Raises:
         RefusedError: The state to continue from is damaged, or the model's loss is not finite
             before the first step.
-        RefusedError, CorpusError, or what else reading raises: The first batch cannot be read.
+        RefusedError, TextError, or what else reading raises: The first batch cannot be read.
         RuntimeError, MemoryError: There is not enough memory (`gqa.uptrain.run` explains it).
         DivergedError: A loss or gradient is not finite in a later step.
         StoppedError: SIGINT or SIGTERM arrived; the steps before are saved.

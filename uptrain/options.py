@@ -348,7 +348,7 @@ class UptrainOptions(Options):
         return self.batch_size
 
     def check(self, ranks: int) -> None:
-        """Raise RefusedError and CorpusError if options contradict each other, or do not fit the
+        """Raise RefusedError and TextError if options contradict each other, or do not fit the
         number of processes.
         """
         for applies, message in self._conflicts(ranks):

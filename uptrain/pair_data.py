@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import RefusedError, TextError
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
 from gqa.corpus.sources import Source
@@ -64,7 +64,7 @@ class PairDataBuilder:
         return self.text_builder.options
 
     def build(self) -> Dataloader:
-        """The data that the options name. Raises RefusedError and CorpusError."""
+        """The data that the options name. Raises RefusedError and TextError."""
         options = self.options
         if options.target_column:
             return self._stored_pairs()
@@ -229,7 +229,7 @@ def _wanted_pairs(options: UptrainOptions, pairs: _StoredPairs, available: int) 
 def _count_pairs(options: UptrainOptions, pairs: _StoredPairs, available: int) -> int:
     """Number of pairs to train on, of `available` that are not held out, each perhaps repeatedly.
 
-    Raises CorpusError if there is none.
+    Raises TextError if there is none.
     """
     require_data(available)
     if options.steps is not None:
@@ -237,7 +237,7 @@ def _count_pairs(options: UptrainOptions, pairs: _StoredPairs, available: int) -
 
     wanted = _wanted_pairs(options, pairs, available)
     if not wanted:
-        raise CorpusError(f"--alpha {options.alpha:g} is less than one pair; raise it")
+        raise TextError(f"--alpha {options.alpha:g} is less than one pair; raise it")
     return wanted
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gqa.checkpoint.read import Checkpoint
-from gqa.core.errors import CorpusError, RefusedError
+from gqa.core.errors import RefusedError, TextError
 from gqa.corpus.blocks import MIX, is_plain
 from gqa.corpus.specs import parse_self
 from gqa.models.classes import positions
@@ -87,7 +87,7 @@ def length_without_data(
         None for pairs, and for a share of text whose length is not stated.
 
     Raises:
-        RefusedError, CorpusError: There is less than one step, or the context is too long.
+        RefusedError, TextError: There is less than one step, or the context is too long.
     """
     largest = largest_block(config, checkpoint, options)
     if config.is_encoder_decoder:
@@ -178,12 +178,12 @@ def count_blocks(options: UptrainOptions, data_tokens: int) -> int:
         data_tokens: Tokens that are not held out.
 
     Raises:
-        CorpusError: It is less than one block.
+        TextError: It is less than one block.
         RefusedError: It is more than --data self:TOKENS states.
     """
     require_data(data_tokens)
     if data_tokens < options.block_size:
-        raise CorpusError(
+        raise TextError(
             f"the data has {data_tokens} tokens, less than one block of {options.block_size} "
             "tokens; pass more data, or lower --context"
         )
@@ -207,9 +207,9 @@ def count_blocks(options: UptrainOptions, data_tokens: int) -> int:
 
 
 def require_data(count: int) -> None:
-    """Raise CorpusError if no tokens, or pairs, are left to train on."""
+    """Raise TextError if no tokens, or pairs, are left to train on."""
     if not count:
-        raise CorpusError(
+        raise TextError(
             "all documents are validation text, and none is left to train on; pass other text with "
             "--validation, or lower --validation-fraction"
         )
@@ -217,11 +217,11 @@ def require_data(count: int) -> None:
 
 def _blocks_of_alpha(options: UptrainOptions, alpha: float, data_tokens: int) -> int:
     """The blocks of a run that reads this share of the data, each token once. Blocks that repeat
-    passages come on top. Raises CorpusError if it is less than one block.
+    passages come on top. Raises TextError if it is less than one block.
     """
     tokens = share_of(alpha, data_tokens)
     if tokens < options.block_size:
-        raise CorpusError(
+        raise TextError(
             f"--alpha {alpha:g} is {tokens} tokens, less than one block of {options.block_size} "
             "tokens; raise --alpha, or lower --context"
         )
@@ -230,11 +230,11 @@ def _blocks_of_alpha(options: UptrainOptions, alpha: float, data_tokens: int) ->
 
 
 def _blocks_of_tokens(options: UptrainOptions, tokens: int) -> int:
-    """The blocks that fit into --tokens, those that repeat passages included. Raises CorpusError if
+    """The blocks that fit into --tokens, those that repeat passages included. Raises TextError if
     it is less than one block.
     """
     if tokens < options.block_size:
-        raise CorpusError(
+        raise TextError(
             f"--tokens {tokens} is less than one block of {options.block_size} tokens; raise "
             "--tokens, or lower --context"
         )

@@ -148,7 +148,7 @@ def prepare(
         weights already and could not write its result: then nothing is loaded or trained.
 
     Raises:
-        RefusedError, CorpusError: The options, the models or the text cannot be used.
+        RefusedError, TextError: The options, the models or the text cannot be used.
         OutputError: There is no space for the result.
     """
     run = open_run(options, argv, watcher, shares_states)
@@ -159,7 +159,7 @@ def resolve_run(options: UptrainOptions, processes: int, watcher: Watcher = SILE
     """Check the options of a run against its model, and decide what they leave open.
 
     Only configs, headers and records are read; of a model id, the weights are not fetched yet.
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and TextError.
     """
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
@@ -204,7 +204,7 @@ def open_run(
 ) -> OpenedRun:
     """Decide the options of a run and look for its states.
 
-    Raises RefusedError, CorpusError, OutputError.
+    Raises RefusedError, TextError, OutputError.
     """
     resolved = resolve_run(options, ranks().num_processes, watcher)
     options = resolved.options
@@ -247,7 +247,7 @@ def open_run(
 def load_unless_trained(run: OpenedRun, watcher: Watcher = SILENT) -> OpenedRun | ReadyRun:
     """Load a run, unless an earlier one has trained its weights already.
 
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and TextError.
     """
     if run.is_trained:
         return run
@@ -255,7 +255,7 @@ def load_unless_trained(run: OpenedRun, watcher: Watcher = SILENT) -> OpenedRun 
 
 
 def load_run(run: OpenedRun, watcher: Watcher = SILENT) -> ReadyRun:
-    """Load models and text of a run. Raises RefusedError and CorpusError."""
+    """Load models and text of a run. Raises RefusedError and TextError."""
     processes = ranks().num_processes
     if run.continues_from:  # the default batch may depend on the number of processes
         batch_size = run.continues_from.record["batch_size"]
@@ -336,7 +336,7 @@ def _build_data_and_move_models(
     tokenizer: Any,
     watcher: Watcher,
 ) -> Dataloader:
-    """The data of a run, whose models are moved to its device. Raises RefusedError and CorpusError.
+    """The data of a run, whose models are moved to its device. Raises RefusedError and TextError.
 
     A teacher that generates text has the device to itself: meanwhile the models wait on the host.
     """

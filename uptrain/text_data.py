@@ -59,7 +59,7 @@ class TextDataBuilder:
     write: Write | None = None
 
     def build(self) -> Dataloader:
-        """The data that the options name. Raises RefusedError and CorpusError."""
+        """The data that the options name. Raises RefusedError and TextError."""
         if self.options.is_generated:
             return self._generated()
         if self.options.streaming:
@@ -208,7 +208,7 @@ class _Reading:
 
 
 def _plan_reading(options: UptrainOptions, text: Documents, heldout: HeldoutDocuments) -> _Reading:
-    """What a run reads of documents. Raises RefusedError and CorpusError if that is too little."""
+    """What a run reads of documents. Raises RefusedError and TextError if that is too little."""
     lengths = heldout.lengths(text)
     steps = count_steps(count_blocks(options, int(lengths.sum())), options)
     n_blocks = steps * options.blocks_per_step

@@ -37,7 +37,7 @@ def blocks_of_named_text(
 
     The blocks are spread evenly over the documents. Both are empty if no source is named.
 
-    Raises RefusedError and CorpusError.
+    Raises RefusedError and TextError.
     """
     sources = validation_sources(options)
     if not sources:

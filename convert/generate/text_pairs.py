@@ -90,7 +90,7 @@ class PairMaker:
     def read(self, source: Source, count: int) -> list[TokenPair]:
         """`count` pairs of a data set, chosen by a hash of seed and text.
 
-        Warns if some are cut. Raises RefusedError and CorpusError.
+        Warns if some are cut. Raises RefusedError and TextError.
         """
         rows = nsmallest(count, source.rows(), key=lambda row: row_digest(str(self._seed), *row))
         load_tokenizer(self._checkpoint, self._trusted)  # raises if there is none

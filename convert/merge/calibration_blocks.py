@@ -54,7 +54,7 @@ def read_blocks(
         Token ids (N, length), and (M, length) of the blocks that are held out.
 
     Raises:
-        RefusedError, CorpusError: The text cannot be used.
+        RefusedError, TextError: The text cannot be used.
     """
     import numpy as np
 

@@ -71,7 +71,7 @@ class CalibrationReader:
             `heldout_tokens`; None for an encoder-decoder.
 
         Raises:
-            RefusedError, CorpusError: The text cannot be used.
+            RefusedError, TextError: The text cannot be used.
         """
         config = transformers_config(self.checkpoint.config)
         if config.is_encoder_decoder:
@@ -93,7 +93,7 @@ class CalibrationReader:
             short text an eighth, which calibration then lacks. None of `general` beside other text.
 
         Raises:
-            RefusedError, CorpusError: The text cannot be used.
+            RefusedError, TextError: The text cannot be used.
         """
         if self.text.target_column:
             raise RefusedError(
@@ -238,7 +238,7 @@ class CalibrationReader:
     def _shares(self) -> list[_Share]:
         """What is taken of each source; by default without `general` if the model cannot read it.
 
-        Raises RefusedError and CorpusError.
+        Raises RefusedError and TextError.
         """
         text = self.text
         if text.is_default:  # else no tokenizer is read for it

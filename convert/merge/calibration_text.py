@@ -68,7 +68,7 @@ class CalibrationText:
     # ------------------------------------------------------------------------------------- checks
 
     def check_sources(self, checkpoint: Checkpoint, tokens_option: str = "--tokens") -> None:
-        """Raise RefusedError or CorpusError for text that cannot be used.
+        """Raise RefusedError or TextError for text that cannot be used.
 
         Of local files the beginning is read; others are not fetched yet. `tokens_option` is what
         the command calls `tokens`.
@@ -129,7 +129,7 @@ class CalibrationText:
     def identify(self) -> list[str]:
         """Hashes of the content of each source and of `excluded`; names of generated text.
 
-        Raises CorpusError.
+        Raises TextError.
         """
         identities = []
         for spec in (*self.sources, *filter(None, [self.excluded])):
@@ -141,7 +141,7 @@ class CalibrationText:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all sources. Raises RefusedError and CorpusError."""
+        """Tokens of all sources. Raises RefusedError and TextError."""
         return sum(tokens for _, tokens in self.tokens_by_source())
 
     def tokens_by_source(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
@@ -152,7 +152,7 @@ class CalibrationText:
         256) these are 53,248 and 12,288. Of the 208 generated blocks 32 are kept for the quality
         check (`CHECKED_TOKENS`), so maps are fitted to 224 blocks, 57,344 tokens.
 
-        Raises RefusedError, which names `tokens_option`, and CorpusError.
+        Raises RefusedError, which names `tokens_option`, and TextError.
         """
         others = [source for source in self.sources if source != GENERAL] or [GENERAL]
         sharing = [source for source in others if _stated_tokens(source) is None]

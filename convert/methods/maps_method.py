@@ -32,7 +32,7 @@ class MapsMethod(Method, ABC):
             The quality of both models on held-out text; None if it is not measured.
 
         Raises:
-            RefusedError: Weights or text cannot be used; CorpusError is one of this kind.
+            RefusedError: Weights or text cannot be used; TextError is one of this kind.
         """
 
     @abstractmethod

@@ -144,7 +144,7 @@ def evaluation() -> dict[str, list[float]]:
     found = {}
     for device in ("cpu", stand_in.NAME):
         with stand_in.stand_in():
-            record = gqa.evaluate(
+            record = gqa.evaluate_models(
                 str(material() / "teacher"),
                 str(material() / "model"),
                 data=str(material() / "data.jsonl"),
