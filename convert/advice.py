@@ -74,7 +74,10 @@ class Advice:
         if not method.merges:
             return
 
-        if method.reads != "text":
+        if method.reads == "nothing":
+            train = f": {self.training_command}" if self.training_command else ""
+            yield f"the result of --method {method.name} is not usable until it is trained{train}"
+        elif method.reads == "weights":
             yield (
                 f"--method {method.name} does not run the model, "
                 f"so the quality of the result was not measured. {self._unmeasured()}"
@@ -118,13 +121,11 @@ class Advice:
             )
 
     def _unmeasured(self) -> str:
-        """What to do about a result whose method does not run the model.
-
-        A method that reads the weights may leave a usable model, so it is to be measured; of one
-        that reads nothing, no result was.
+        """What to do about a result whose method reads the weights: it may be usable, so it is to
+        be measured, if that is possible.
         """
         remedy = ", or ".join(self._remedies())
-        if self.plan.method.reads == "weights" and self._predicts_tokens:
+        if self._predicts_tokens:
             return f"Measure it with gqa-eval. Unless the verdict is good, {remedy}"
         return f"It is not usable as it is; {remedy}"
 
