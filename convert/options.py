@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.options import MapsOptions, Refinement
+from gqa.convert.merge.options import MapsOptions, Refinement, blocks_per_step
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import BUDGET_METHOD, DEFAULT_METHOD, METHODS
 from gqa.core.errors import RefusedError, alternatives
@@ -231,7 +231,9 @@ class ConvertOptions(Options):
             trust_remote_code=self.trust_remote_code,
             separator=self.separator,
         )
-        refinement = Refinement(self.refine_steps, seed=self.seed)
+        refinement = Refinement(
+            self.refine_steps, blocks_per_step=blocks_per_step(self.context), seed=self.seed
+        )
         return MapsOptions(
             text=text,
             grouping=self.grouping,
@@ -288,7 +290,7 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     for name, field in type(options).__dataclass_fields__.items():
         setting = field.metadata["setting"]
         if setting and setting not in used and options.is_set(name):
-            users = [user for user, method in METHODS.items() if setting in method.settings]
+            users = [name for name in reversed(METHODS) if setting in METHODS[name].settings]
             raise RefusedError(
                 f"{options.as_typed(name)} is not used by {where}; remove it, or use it with "
                 f"--method {alternatives(users)}"

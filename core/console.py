@@ -238,8 +238,9 @@ def _describe_usage(error: click.ClickException) -> str:
         return message
 
     extra = re.match(r"Got unexpected extra arguments? \((.*)\)", error.format_message())
-    if extra:
-        advice = "only MODEL is passed without the name of an option"
+    if extra and isinstance(error, click.UsageError) and error.ctx:
+        model = error.ctx.params.get("model")
+        advice = f"{model} was read as MODEL, and all other values need the name of an option"
         if extra[1].startswith("#"):
             advice = "your shell passes comments on; leave out what follows the #"
         return f"too many arguments: {extra[1]}; {advice}"

@@ -11,7 +11,7 @@ from gqa.core.options import command as command_of
 from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\
-COUNT may end in K, M or B: 64K is 64,000.
+COUNT may end in K, M, B or T (powers of 1,000): 64K is 64,000.
 SIZE is like 80GB (10^9 bytes each) or 500MiB (2^20).
 
 Examples:

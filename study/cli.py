@@ -9,7 +9,7 @@ from gqa.core.options import command as command_of
 from gqa.study.options import ADVICE, AblateOptions, Cell
 
 _EPILOG = """\
-COUNT may end in K, M or B: 64K is 64,000.
+COUNT may end in K, M, B or T (powers of 1,000): 64K is 64,000.
 
 Examples:
   gqa-ablate examples/stdlib-mha --data stdlib:train \\

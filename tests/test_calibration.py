@@ -24,6 +24,7 @@ from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.merge.pair import StreamPair
 from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
+from gqa.convert.options import ConvertOptions
 
 
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
@@ -400,3 +401,12 @@ def test_paligemma_sees_what_follows(tmp_path: Path, name: str, causal: bool) ->
         return calibrator.calibration_states.base.hidden[:, 0]
 
     assert torch.equal(first_states(3), first_states(4)) == causal
+
+
+def test_steps_of_refined_have_as_many_blocks_as_a_step_has_tokens() -> None:
+    """Eight as long as blocks are short; fewer of long ones, and at least one."""
+    counts = {
+        context: ConvertOptions("m", kv_heads=1, context=context).maps_options.refinement
+        for context in (64, 256, 512, 1024, 2048, 4096, 8192)
+    }
+    assert [one.blocks_per_step for one in counts.values()] == [8, 8, 8, 4, 2, 1, 1]

@@ -127,7 +127,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     model = llama(tmp_path / "m", shards=1)
     words = ("-g", 2, "--method", "procrustes", "-o", tmp_path / "out", "--overwrite", model)
     done = run(*words)
-    assert done.out.startswith("estimate    about 5 s on cpu, if nothing else runs on it\nmodel  ")
+    assert done.out.startswith("estimate    about 5 s on cpu, from its speed right now\nmodel  ")
     assert done.complaints == ""
     # A device of 1 MiB
     monkeypatch.setattr(devices, "total_memory", lambda device: 1 << 20)
@@ -142,7 +142,8 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done.expect(3)
     assert done.out.count("\n") == 1
     assert re.match(
-        r"estimate    about \d+ days on cpu, if .* on it; --method calibrated takes ", done.out
+        r"estimate    about \d+ days on cpu, from its speed right now; --method calibrated takes ",
+        done.out,
     )
     assert "; pass text with --data to need less, because no text is generated then\n" in done.err
     # The checkpoint has no tokenizer, and only the warning matters
@@ -153,10 +154,11 @@ def test_what_a_run_takes_is_said_before_it_starts(
     calibrated = ("-g", 2, "--method", "calibrated")
     done = run(*calibrated, model)
     assert re.match(
-        r"estimate    about \d+ days on cpu, if .* on it; --method aligned takes about ", done.out
+        r"estimate    about \d+ days on cpu, from its speed right now; --method aligned takes ",
+        done.out,
     )
     done = run(*calibrated, tiny("mixtral", tmp_path / "experts"))  # does not allow `aligned`
-    assert re.fullmatch(r"estimate    about \d+ days on cpu, if .* on it\n", done.out)
+    assert re.fullmatch(r"estimate    about \d+ days on cpu, from its speed right now\n", done.out)
 
 
 def test_a_control_that_computes_maps_is_estimated_and_compared_with_nothing(
@@ -181,7 +183,7 @@ def test_a_control_that_computes_maps_is_estimated_and_compared_with_nothing(
     monkeypatch.setattr(api, "convert", lambda *arguments, **options: sys.exit(3))
     done = run(*words)
     done.expect(3)
-    assert re.fullmatch(r"estimate    about \d+ days on cpu, if .* on it\n", done.out)
+    assert re.fullmatch(r"estimate    about \d+ days on cpu, from its speed right now\n", done.out)
 
 
 def test_an_output_that_is_there_is_refused_before_anything_is_estimated(tmp_path: Path) -> None:

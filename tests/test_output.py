@@ -44,7 +44,9 @@ WRONG_USAGE = {
         f"--kv-heads {word} m": f"'{word}' is not a number of KV heads; pass a positive whole"
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
-    "-g2 m a b": "too many arguments: a b; only MODEL is passed without the name of an option",
+    "-g2 m a b": "too many arguments: a b; m was read as MODEL, and all other values need the name "
+    "of an option",
+    "m '# a comment'": "too many arguments: # a comment; your shell passes comments on",
     "-g2 m --revision main": "--revision is for model ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
     "-g2": "pass the model: a directory with config.json, or a model id; see gqa-convert --help",

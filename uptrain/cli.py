@@ -10,7 +10,7 @@ from gqa.core.options import command as command_of
 from gqa.uptrain.options import UptrainOptions
 
 _EPILOG = """\
-COUNT may end in K, M or B: 64K is 64,000.
+COUNT may end in K, M, B or T (powers of 1,000): 64K is 64,000.
 
 Examples:
   gqa-uptrain examples/stdlib-mha-gqa2-refined

@@ -9,6 +9,17 @@ from gqa.convert.merge.calibration_text import CalibrationText
 TOKENS_AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
+# Blocks of a step of `refined`: as many as have so many tokens, at most 8. With blocks of 1,024
+# tokens, 8 blocks instead of 4 take much longer and gain little (docs/tried.md).
+_TOKENS_PER_STEP = 4096
+_MOST_BLOCKS_PER_STEP = 8
+
+
+def blocks_per_step(length: int) -> int:
+    """Blocks of a step of `refined` if a block has so many tokens."""
+    return max(1, min(_MOST_BLOCKS_PER_STEP, _TOKENS_PER_STEP // length))
+
+
 @dataclass(frozen=True)
 class Refinement:
     """Training of `refined`.
@@ -24,7 +35,7 @@ class Refinement:
     """
 
     steps: int = 200
-    blocks_per_step: int = 8
+    blocks_per_step: int = _MOST_BLOCKS_PER_STEP
     learning_rate: float = 0.01
     validation: float = 1 / 16
     autocast: bool | None = None

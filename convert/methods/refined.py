@@ -18,7 +18,7 @@ class Refined(TextMethod):
     """The closed form, then training; from the mean where heads cannot be aligned."""
 
     name = "refined"
-    cost = "8 to 20 minutes on an H200"
+    cost = "8 to 22 minutes on an H200"
     result = "merged in closed form, then adjusted layer by layer"
     example_ratio = "x1.11"
     settings = TextMethod.settings | {"training"}
