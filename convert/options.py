@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.options import MapsOptions, Refinement, blocks_per_step
+from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import BUDGET_METHOD, DEFAULT_METHOD, METHODS
 from gqa.core.errors import RefusedError, alternatives
@@ -231,9 +231,7 @@ class ConvertOptions(Options):
             trust_remote_code=self.trust_remote_code,
             separator=self.separator,
         )
-        refinement = Refinement(
-            self.refine_steps, blocks_per_step=blocks_per_step(self.context), seed=self.seed
-        )
+        refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(
             text=text,
             grouping=self.grouping,

@@ -35,7 +35,7 @@ class Source:
     """Documents that can be read repeatedly, always in the same order: texts, pairs of a source and
     a target, or chats.
 
-    It is read so:
+    How it is read:
 
     1. `chat_column()` looks whether the data has a column of chats (`chat_column.py` says how).
     2. `columns` are that column, or if there is none `named_columns`.
@@ -142,7 +142,7 @@ class Source:
 
         columns = list(self.columns)
         present = data.column_names
-        if present is None and not self.files:  # of some streams at the hub only a row tells
+        if present is None and not self.files:  # a stream without names: its first row has them
             present = next(self.read(data), None)
         if present is not None:
             for name in columns:
@@ -202,7 +202,7 @@ class Source:
         return self.excluded.remainder(document)
 
     def shard(self, count: int, index: int) -> Source:
-        """The source with every `count`th shard (file) from `index` on only."""
+        """A part of the source: every `count`th shard (file), from `index` on."""
         if count == 1:
             return self
         files = self.files[index::count]
@@ -215,7 +215,7 @@ class Source:
     @property
     def n_shards(self) -> int:
         """The number of shards: files, or those that `datasets` counts in a stream."""
-        return len(self.files) or getattr(self._load(), "num_shards", 1)  # of a stream
+        return len(self.files) or getattr(self._load(), "num_shards", 1)
 
     def heldout_part(self, fraction: float) -> Source:
         """Only the held-out documents: those with the lowest hashes, about that fraction of all."""

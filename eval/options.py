@@ -182,12 +182,12 @@ class EvaluateOptions(Options):
             raise RefusedError(
                 "no model was passed; pass one checkpoint or more, the baseline first"
             )
-        last = self.models[-1]
-        if self.json and last.endswith(".json") and not Path(last).exists():
-            raise RefusedError(
-                f"--json takes no file name, but {last!r} was passed; to write the results there, "
-                f"end the command with > {shell_line([last])}"
-            )
+        for model in self.models:
+            if self.json and model.endswith(".json") and not Path(model).exists():
+                raise RefusedError(
+                    f"--json takes no file name, but {model!r} was passed; to write the results "
+                    f"there, end the command with > {shell_line([model])}"
+                )
         if self.simulate_cache and self.decode:
             raise RefusedError(
                 "--simulate-cache and --decode cannot be combined; remove one of them"

@@ -251,8 +251,8 @@ class AblateOptions(Options):
     def _default_groups(self, heads: int) -> set[int]:
         """1 and the two largest divisors of `heads` below it.
 
-        Where anything is trained on text alone also `heads`, the control; a base model that learns
-        its own predictions would stay as it is.
+        If anything is trained on text alone, also `heads`, as a control. With a teacher there is no
+        such control: a base model that learns its own predictions stays as it is.
         """
         divisors = [groups for groups in range(1, heads) if heads % groups == 0]
         counts = {*divisors[:1], *divisors[-2:]}
@@ -320,6 +320,8 @@ class AblateOptions(Options):
         convert += ["--method", cell.method, "-o", out]
         if method.reads == "text":
             convert += ["--tokens", str(self.calibration_tokens)]
+            if self.is_set("calibration_context"):
+                convert += ["--context", str(self.calibration_context)]
         convert += self._words(options_of(method) - {"precision", "context"})
         if not cell.alpha:
             return [shell_line(convert)]
@@ -367,7 +369,9 @@ class AblateOptions(Options):
 
     @property
     def _training_precision(self) -> str:
-        """That of the study, whatever is fast on this device: rows of two machines are compared."""
+        """Of all trainings of the study. The default is float32 even where bfloat16 is faster,
+        since rows of two machines are compared.
+        """
         return self.precision or "float32"
 
     @property

@@ -701,6 +701,14 @@ def test_commands_train_in_the_precision_of_the_study(precision: str | None) -> 
     assert expected == (precision or "float32")
 
 
+@pytest.mark.parametrize(("context", "words"), [(256, []), (64, ["--context", "64"])])
+def test_a_command_has_the_length_of_the_calibration_blocks(context: int, words: list[str]) -> None:
+    """Not the study's own --context, which is that of training; 256 is the default."""
+    study = AblateOptions(Path("study"), "model", context=512, calibration_context=context)
+    (line,) = study.commands(Cell("calibrated", 1, 0.0))
+    assert line.split("--tokens 65536")[1].split() == words
+
+
 def test_the_page_of_a_study(tmp_path: Path) -> None:
     out, environment = copied(tmp_path), rows(study())[0]["environment"]
     assert {"torch", "transformers", "gqa"} <= set(environment["versions"])

@@ -24,7 +24,6 @@ from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.merge.pair import StreamPair
 from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
-from gqa.convert.options import ConvertOptions
 
 
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
@@ -403,10 +402,29 @@ def test_paligemma_sees_what_follows(tmp_path: Path, name: str, causal: bool) ->
     assert torch.equal(first_states(3), first_states(4)) == causal
 
 
-def test_steps_of_refined_have_as_many_blocks_as_a_step_has_tokens() -> None:
-    """Eight as long as blocks are short; fewer of long ones, and at least one."""
-    counts = {
-        context: ConvertOptions("m", kv_heads=1, context=context).maps_options.refinement
-        for context in (64, 256, 512, 1024, 2048, 4096, 8192)
-    }
-    assert [one.blocks_per_step for one in counts.values()] == [8, 8, 8, 4, 2, 1, 1]
+def test_a_step_of_refined_has_a_limited_number_of_blocks_and_of_tokens() -> None:
+    lengths = (64, 256, 512, 1024, 2048, 4096, 8192)
+    assert [Refinement().blocks_of_step(length) for length in lengths] == [8, 8, 8, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("tokens_per_step", "blocks"), [(24, 3), (10**6, 6)])
+def test_steps_take_the_blocks_of_a_step(tokens_per_step: int, blocks: int) -> None:
+    """The training pass after the first measurement reads so many blocks of 8 tokens."""
+    targets = torch.randn(24, 8, 4, generator=torch.Generator().manual_seed(0))
+    read = list[int]()
+
+    def arguments(rows: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
+        read.append(len(rows))
+        return (targets[rows],), {}
+
+    layer = torch.nn.Linear(4, 4, bias=False)
+    settings = Refinement(
+        steps=1,
+        blocks_per_step=6,
+        tokens_per_step=tokens_per_step,
+        validation=1 / 24,
+        autocast=False,
+    )
+    start = {"weight": layer.weight.detach()}
+    refine(layer, start, arguments, targets, torch.ones(24, 8), settings)
+    assert read == [1, blocks, 1]  # one block is for validation, before and after the step

@@ -124,7 +124,7 @@ def test_a_short_default_training_gains(tmp_path: Path) -> None:
         output=out,
         quiet=True,
     )
-    assert divergence(out) < 0.96 * divergence(converted)
+    assert divergence(out) < 0.93 * divergence(converted)
 
 
 # --------------------------------------------------------------------------- text of another kind
@@ -242,6 +242,7 @@ def lost_nats(method: str, model: Path) -> float:
         tokens=SHORT_TOKENS,
         method=method,
         output=scratch() / "out",
+        grouping="contiguous",  # two groupings may be as good: the search then picks one by chance
         quiet=True,
         check=False,
         **options,
@@ -265,8 +266,8 @@ def test_no_token_owns_the_fit(method: str, size: float) -> None:
     def resize(tensors: Tensors) -> None:
         tensors["model.embed_tokens.weight"][TOKEN] *= size
 
-    # A short refinement may also end lower, by as much as it varies between machines
-    assert lost_nats(method, one_layer(resize)) < lost_nats_unchanged(method) + 0.02
+    lost = lost_nats(method, one_layer(resize))
+    assert lost == pytest.approx(lost_nats_unchanged(method), abs=0.02)
 
 
 ATTENTION = "model.layers.0.self_attn"

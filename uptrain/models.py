@@ -40,9 +40,9 @@ def loading_device(
 def load_trained_model(
     options: UptrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, device: str
 ) -> PreTrainedModel:
-    """The model in float32 on a device, with frozen parameters that do not train.
+    """The model in float32 on a device. Parameters that do not train are frozen.
 
-    They are empty under FSDP2, which reads weights into shards later. Raises RefusedError.
+    Under FSDP2 all parameters are empty: weights are read later, into shards. Raises RefusedError.
     """
     model = _load(checkpoint, options, accelerator, "float32", device)
     follow_prefix(model, checkpoint.tensors)
@@ -52,7 +52,7 @@ def load_trained_model(
     freeze_parameters(model, checkpoint, options.scope, options.lora_rank)
 
     if options.gradient_checkpointing:
-        # gradient_checkpointing_enable before transformers 5.23
+        # Its name before transformers 5.23 was gradient_checkpointing_enable
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )

@@ -9,24 +9,15 @@ from gqa.convert.merge.calibration_text import CalibrationText
 TOKENS_AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
-# Blocks of a step of `refined`: as many as have so many tokens, at most 8. With blocks of 1,024
-# tokens, 8 blocks instead of 4 take much longer and gain little (docs/tried.md).
-_TOKENS_PER_STEP = 4096
-_MOST_BLOCKS_PER_STEP = 8
-
-
-def blocks_per_step(length: int) -> int:
-    """Blocks of a step of `refined` if a block has so many tokens."""
-    return max(1, min(_MOST_BLOCKS_PER_STEP, _TOKENS_PER_STEP // length))
-
-
 @dataclass(frozen=True)
 class Refinement:
     """Training of `refined`.
 
     Attributes:
         steps: Steps for each attention module.
-        blocks_per_step: Blocks of a step.
+        blocks_per_step: The most blocks of a step.
+        tokens_per_step: The most tokens of a step, unless one block has more. With blocks of 1,024
+            tokens, 8 of them instead of 4 take much longer and gain little (docs/tried.md).
         learning_rate: Relative to the size of each tensor; it falls linearly to zero.
         validation: The share of the blocks that is not trained on; their error selects the best
             step.
@@ -35,11 +26,16 @@ class Refinement:
     """
 
     steps: int = 200
-    blocks_per_step: int = _MOST_BLOCKS_PER_STEP
+    blocks_per_step: int = 8
+    tokens_per_step: int = 4096
     learning_rate: float = 0.01
     validation: float = 1 / 16
     autocast: bool | None = None
     seed: int = 0
+
+    def blocks_of_step(self, length: int) -> int:
+        """Blocks of a step, of so many tokens each."""
+        return max(1, min(self.blocks_per_step, self.tokens_per_step // length))
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,9 @@ def refine(
         The parameters after the best step, float32.
     """
     device = next(iter(start.values())).device
-    blocks_per_pass = max(1, TOKENS_AT_ONCE // targets.shape[1])
+    length = targets.shape[1]
+    blocks_per_pass = max(1, TOKENS_AT_ONCE // length)
+    blocks_of_step = settings.blocks_of_step(length)
     autocast = settings.autocast
     if autocast is None:
         autocast = native_bfloat16(str(device))
@@ -130,7 +132,7 @@ def refine(
             yield weighted / energy * (len(rows_at_once) / len(rows))
 
     def validation_error() -> float:
-        return _mean_loss(loss_parts, validation, settings.blocks_per_step)
+        return _mean_loss(loss_parts, validation, blocks_of_step)
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -141,7 +143,7 @@ def refine(
     interval = max(1, settings.steps // _CHECKS)
     for step in range(1, settings.steps + 1):
         shuffled = train[torch.randperm(len(train), generator=generator)]
-        rows = shuffled[: settings.blocks_per_step]
+        rows = shuffled[:blocks_of_step]
 
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -147,9 +147,10 @@ def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
     """Of the closed form on text and the training of every module."""
     sizes = _sizes(plan)
     training = options.refinement
-    tokens = _PASSES_PER_STEP * training.blocks_per_step * options.text.length
+    length = options.text.length
+    tokens = _PASSES_PER_STEP * training.blocks_of_step(length) * length
     projections = (2 * tokens + 6 * _MUON_ITERATIONS * sizes.width) * sum(sizes.module_parameters)
-    step = projections + _attention_operations(sizes, tokens, options.text.length)
+    step = projections + _attention_operations(sizes, tokens, length)
     trained_copies = _REFINE_COPIES * sizes.module_parameters[0]
     return _on_text(
         plan,
