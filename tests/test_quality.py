@@ -195,7 +195,8 @@ def log_probabilities_of_example(text: Callable[[], torch.Tensor]) -> list[torch
 
 # Enough to see whom a layer is fitted to. TOKEN is not among half as many.
 SHORT_TOKENS = 4096
-SHORT_REFINEMENT = {"refine_steps": 5}
+# A few steps lose more or less with another grouping, and two may be equally good for the search
+SHORT_REFINEMENT = {"refine_steps": 5, "grouping": "contiguous"}
 
 
 @cache
@@ -242,7 +243,6 @@ def lost_nats(method: str, model: Path) -> float:
         tokens=SHORT_TOKENS,
         method=method,
         output=scratch() / "out",
-        grouping="contiguous",  # two groupings may be as good: the search then picks one by chance
         quiet=True,
         check=False,
         **options,
