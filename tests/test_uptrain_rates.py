@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import edit_tensors
+from support.checkpoints import edit_tensors, load
 from support.tiny_models import TINY, build
 from support.training import losses, options_for, tiny_checkpoint, trained, training_model
 from torch import Tensor
@@ -96,6 +96,20 @@ def losses_of_steps(model: Path, rate: float | str) -> list[float]:
         options_for(model, out, steps=12, learning_rate=rate, teacher="none", train="attention")
     )
     return losses(out)
+
+
+def test_gradients_are_clipped(tmp_path: Path) -> None:
+    """To a norm far below Adam's epsilon (1e-8), so that hardly any weight moves."""
+    model = tiny_checkpoint(tmp_path / "model")
+    before = load(model)
+    moved = {}
+    for clip in (1.0, 1e-12):
+        out = tmp_path / f"clip-{clip:g}"
+        options = options_for(model, out, steps=2, teacher="none", clip=clip, weight_decay=0.0)
+        trained(options)
+        after = load(out)
+        moved[clip] = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert moved[1e-12] < 0.01 * moved[1.0]
 
 
 @pytest.mark.parametrize("rate", ["0.3%%", "x%", "-1%", "0", "nan", "inf%", "", True])
